@@ -1,0 +1,1 @@
+"""The draft server: sessions, speculation cache and draft engine."""

@@ -1,0 +1,1 @@
+"""The bundled tiny target and draft models."""
