@@ -1,0 +1,104 @@
+"""The settings of sgl_ssd itself, validated once, and how they reach child processes.
+
+SGLang's own settings stay in its `ServerArgs`. Ours travel to the processes that SGLang spawns as
+JSON in one environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.fan_out import check_fan_out
+from sgl_ssd.protocol import MAX_STEPS
+from sgl_ssd.transport import check_endpoint
+
+ENV = "SGL_SSD_CONFIG"
+BACKUPS = ("auto", "jit", "fast", "none")
+
+
+@dataclass(frozen=True)
+class DraftServerConfig:
+    """What a draft server process needs to know. Lengths in tokens."""
+
+    endpoint: str
+    model_path: str
+    num_steps: int = 4
+    fan_out: list[int] = field(default_factory=lambda: [4] * 5)
+    backup: str = "jit"
+    max_branch_rows: int = 256
+    device: str = "auto"
+    base_gpu_id: int = 0
+    dtype: str = "auto"
+    attention_backend: str | None = None
+    mem_fraction_static: float | None = None
+    max_total_tokens: int | None = None
+    context_length: int | None = None
+    max_sessions: int = 256
+    prefill_chunk: int = 512
+    lease_s: float = 60.0
+    trust_remote_code: bool = False
+    log_level: str = "info"
+    http_port: int | None = None
+
+    def __post_init__(self) -> None:
+        check_endpoint(self.endpoint)
+        _check_common(self.num_steps, self.backup, self.max_branch_rows)
+        check_fan_out(self.fan_out, self.num_steps)
+        _require(
+            self.mem_fraction_static is None or 0 < self.mem_fraction_static < 1,
+            f"--ssd-draft-mem-fraction-static {self.mem_fraction_static}: must lie between 0 and 1",
+        )
+        _require(self.prefill_chunk > 0, "--prefill-chunk: must be positive")
+        _require(self.max_sessions > 0, "--max-sessions: must be positive")
+        _require(self.lease_s > 0, "--lease-s: must be positive")
+
+
+@dataclass(frozen=True)
+class VerifierConfig:
+    """What the verifier (SGLang's scheduler process) needs to know."""
+
+    endpoint: str
+    num_steps: int = 4
+    fan_out: list[int] = field(default_factory=lambda: [4] * 5)
+    backup: str = "jit"
+    drafting: bool = True
+    draft_timeout_ms: float | None = None
+    draft_required: bool = False
+
+    def __post_init__(self) -> None:
+        check_endpoint(self.endpoint)
+        _check_common(self.num_steps, self.backup, 1)
+        check_fan_out(self.fan_out, self.num_steps)
+        _require(
+            self.draft_timeout_ms is None or self.draft_timeout_ms > 0,
+            f"--ssd-draft-timeout-ms {self.draft_timeout_ms}: must be positive "
+            "(leave it out for a deadline from measured times)",
+        )
+
+    def to_environment(self) -> None:
+        """Publish to this process and those it will spawn."""
+        os.environ[ENV] = msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def from_environment() -> VerifierConfig | None:
+        """The published configuration; None when this process was not started by sgl_ssd."""
+        text = os.environ.get(ENV)
+        return msgspec.json.decode(text, type=VerifierConfig) if text else None
+
+
+def _require(ok: bool, text: str) -> None:
+    if not ok:
+        raise ConfigError(text)
+
+
+def _check_common(num_steps: int, backup: str, max_branch_rows: int) -> None:
+    _require(
+        1 <= num_steps <= MAX_STEPS,
+        f"--speculative-num-steps {num_steps}: must lie in 1..{MAX_STEPS}",
+    )
+    _require(backup in BACKUPS, f"--ssd-backup {backup!r}: choose one of {', '.join(BACKUPS)}")
+    _require(max_branch_rows >= 1, f"--ssd-max-branch-rows {max_branch_rows}: must be positive")

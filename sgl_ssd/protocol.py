@@ -1,0 +1,320 @@
+"""Every message between a verifier and a draft server, and the version of that language.
+
+A message on the wire is a list of frames: one small JSON header, then raw little-endian arrays
+whose dtypes and shapes follow from the header. Nothing is executed or unpickled, and every length
+is checked against the bytes that really arrived before an array is looked at.
+
+Lengths are in tokens. A *committed* token is one the target has produced or the client has sent.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from sgl_ssd.errors import ProtocolError
+
+VERSION = 1
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_PROMPT_TOKENS = 4 << 20
+MAX_ROWS = 4096
+MAX_ROW_TOKENS = 8192
+MAX_STEPS = 64
+MAX_BIAS = 1 << 16
+
+
+class Status(enum.IntEnum):
+    """What an answer to one row of a `Speculate` is worth."""
+
+    HIT = 0  # the outcome was predicted: the whole speculation was there
+    PARTIAL = 1  # the walk ended on the trunk or inside a branch: what lies below it serves
+    BACKUP = 2  # not predicted: drafted now (jit) or found in the session's own text (fast)
+    EMPTY = 3  # not predicted and no backup: verify without drafts
+    PREFILLING = 4  # the session's prompt is not in yet
+    NEED = 5  # the server lacks tokens: send again from `have_len` on
+    UNKNOWN = 6  # no such session or epoch: open it (again)
+    CONTEXT = 7  # the draft's context is full: no drafts for this session any more
+    NO_MEMORY = 8  # the draft's KV pool is full: no drafts now
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """Header fields are the struct's own; `ARRAYS` are the frames after it.
+
+    Each entry of `ARRAYS` is (field, dtype, shape), where a shape item is a number or the name of
+    a header field.
+    """
+
+    ARRAYS: ClassVar[tuple[tuple[str, str, tuple[int | str, ...]], ...]] = ()
+
+    def check(self) -> None:
+        """Raise `ProtocolError` if a value is out of range. Called on both sides."""
+
+
+def _require(ok: bool, text: str) -> None:
+    if not ok:
+        raise ProtocolError(text)
+
+
+class Hello(Message, kw_only=True):
+    """Verifier -> draft server: who I am and what my target looks like. Answered by `Ready`."""
+
+    verifier: str
+    num_steps: int
+    context_len: int
+    vocab_size: int
+    vocab_hash: str
+    max_running_requests: int
+
+    def check(self) -> None:
+        _require(0 < len(self.verifier) <= 128, "Hello: bad verifier name")
+        _require(1 <= self.num_steps <= MAX_STEPS, "Hello: num_steps out of range")
+        _require(self.context_len > 0 and self.vocab_size > 0, "Hello: bad sizes")
+
+
+class Ready(Message, kw_only=True):
+    """Draft server -> verifier: the answer to `Hello`; drafting may begin."""
+
+    server: str
+    model_path: str
+    num_steps: int
+    context_len: int
+    vocab_size: int
+    vocab_hash: str
+    fan_out: list[int]
+    backup: str
+    max_branch_rows: int
+    device: str
+
+    def check(self) -> None:
+        _require(1 <= self.num_steps <= MAX_STEPS, "Ready: num_steps out of range")
+        _require(self.context_len > 0 and self.vocab_size > 0, "Ready: bad sizes")
+
+
+class Configure(Message, kw_only=True):
+    """Verifier -> draft server: change K (up to the start's), fan-out and backup at run time."""
+
+    num_steps: int
+    fan_out: list[int]
+    backup: str
+
+    def check(self) -> None:
+        _require(1 <= self.num_steps <= MAX_STEPS, "Configure: num_steps out of range")
+        _require(len(self.fan_out) == self.num_steps + 1, "Configure: fan_out needs K+1 entries")
+        _require(all(0 <= f <= 1024 for f in self.fan_out), "Configure: fan_out out of range")
+        _require(self.backup in ("jit", "fast", "none"), "Configure: unknown backup")
+
+
+class Open(Message, kw_only=True):
+    """Verifier -> draft server: a request begins (or begins anew, with a higher epoch).
+
+    `prompt` holds every token committed so far. The sampling fields are what coupled drafting
+    needs: the draft's own token is drawn with the request's noise (see `sampling`).
+    """
+
+    sid: int
+    epoch: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    extra_key: str = ""
+    num_prompt: int = 0
+    num_bias: int = 0
+    prompt: Any = None  # int32 [num_prompt]
+    bias_ids: Any = None  # int32 [num_bias]
+    bias_values: Any = None  # float32 [num_bias]
+
+    ARRAYS: ClassVar = (
+        ("prompt", "<i4", ("num_prompt",)),
+        ("bias_ids", "<i4", ("num_bias",)),
+        ("bias_values", "<f4", ("num_bias",)),
+    )
+
+    def check(self) -> None:
+        _require(self.sid >= 0 and self.epoch >= 0, "Open: bad session")
+        _require(1 <= self.num_prompt <= MAX_PROMPT_TOKENS, "Open: bad prompt length")
+        _require(0 <= self.num_bias <= MAX_BIAS, "Open: bad logit_bias length")
+        _require(-(2**63) <= self.seed < 2**63, "Open: seed out of range")
+        # "not a < b" also refuses NaN
+        _require(0.0 <= self.temperature <= 1e6, "Open: temperature out of range")
+        _require(0.0 < self.top_p <= 1.0, "Open: top_p out of range")
+        _require(0.0 <= self.min_p <= 1.0, "Open: min_p out of range")
+        _require(self.top_k >= 1, "Open: top_k out of range")
+        _require(len(self.extra_key) <= 1024, "Open: extra_key too long")
+
+
+class Close(Message, kw_only=True):
+    """Verifier -> draft server: a request is over. Closing an unknown session is no error."""
+
+    sid: int
+    epoch: int
+
+
+class Flush(Message, kw_only=True):
+    """Verifier -> draft server: forget this verifier's sessions and cached prefixes."""
+
+
+class Ping(Message, kw_only=True):
+    """Verifier -> draft server: I am alive. Keeps the lease; answered by `Pong`."""
+
+    nonce: int
+
+
+class Pong(Message, kw_only=True):
+    """Draft server -> verifier: I am alive, and these are my numbers (see `draft_server`)."""
+
+    nonce: int
+    stats: dict[str, float]
+
+
+class Speculate(Message, kw_only=True):
+    """Verifier -> draft server, one for a whole batch: what is committed; drafts please.
+
+    Row i of `rows` is (sid, epoch, base_len, num): the session's committed tokens from index
+    `base_len` on are the next `num` entries of `tokens`. It is state, not an event: the server
+    skips what it knows already, so lost, late, repeated or reordered messages heal themselves.
+    """
+
+    round_id: int
+    num_rows: int
+    num_tokens: int
+    rows: Any = None  # int64 [num_rows, 4]
+    tokens: Any = None  # int32 [num_tokens]
+
+    ARRAYS: ClassVar = (
+        ("rows", "<i8", ("num_rows", 4)),
+        ("tokens", "<i4", ("num_tokens",)),
+    )
+
+    def check(self) -> None:
+        _require(0 <= self.num_rows <= MAX_ROWS, "Speculate: too many rows")
+        _require(0 <= self.num_tokens <= MAX_ROWS * MAX_ROW_TOKENS, "Speculate: too many tokens")
+        if self.rows is not None and self.num_rows:
+            _require(bool((self.rows >= 0).all()), "Speculate: negative row field")
+            counts = self.rows[:, 3]
+            _require(int(counts.max()) <= MAX_ROW_TOKENS, "Speculate: row too long")
+            _require(int(counts.sum()) == self.num_tokens, "Speculate: token counts disagree")
+
+
+class Speculations(Message, kw_only=True):
+    """Draft server -> verifier: the answer to the newest `Speculate`, row by row.
+
+    Row i of `rows` is (sid, epoch, have_len, status, num): the server knows the session's tokens
+    up to `have_len` (an acknowledgement, also when the answer comes late), and the first `num`
+    entries of `tokens[i]` are drafts for the positions after the last committed token.
+    """
+
+    round_id: int
+    num_rows: int
+    num_steps: int
+    ahead_us: int = 0  # how long before the question this round's build was complete; < 0: behind
+    rows: Any = None  # int64 [num_rows, 5]
+    tokens: Any = None  # int32 [num_rows, num_steps]
+
+    ARRAYS: ClassVar = (
+        ("rows", "<i8", ("num_rows", 5)),
+        ("tokens", "<i4", ("num_rows", "num_steps")),
+    )
+
+    def check(self) -> None:
+        _require(0 <= self.num_rows <= MAX_ROWS, "Speculations: too many rows")
+        _require(1 <= self.num_steps <= MAX_STEPS, "Speculations: num_steps out of range")
+        if self.rows is not None and self.num_rows:
+            status, num = self.rows[:, 3], self.rows[:, 4]
+            _require(
+                bool(((status >= 0) & (status <= max(Status))).all()),
+                "Speculations: unknown status",
+            )
+            _require(
+                bool(((num >= 0) & (num <= self.num_steps)).all()), "Speculations: bad length"
+            )
+
+
+class Error(Message, kw_only=True):
+    """Either way: the peer's message was refused. `code` is stable, `text` is for people."""
+
+    code: str
+    text: str
+
+
+MESSAGES: dict[str, type[Message]] = {
+    cls.__name__: cls
+    for cls in (
+        Hello, Ready, Configure, Open, Close, Flush, Ping, Pong, Speculate, Speculations, Error,
+    )
+}  # fmt: skip
+_ARRAY_FIELDS = {name: {a[0] for a in cls.ARRAYS} for name, cls in MESSAGES.items()}
+_HEADER_FIELDS = {
+    name: tuple(f for f in cls.__struct_fields__ if f not in _ARRAY_FIELDS[name])
+    for name, cls in MESSAGES.items()
+}
+
+
+def _shape(message: Message, shape: tuple[int | str, ...]) -> tuple[int, ...]:
+    return tuple(getattr(message, s) if isinstance(s, str) else s for s in shape)
+
+
+def encode(message: Message) -> list[bytes]:
+    """Frames of `message`, ready to send.
+
+    Raises `ProtocolError` when a field is out of range or an array has another shape than the
+    header says: a bug on this side must not become a riddle on the other.
+    """
+    name = type(message).__name__
+    message.check()
+    header = {f: getattr(message, f) for f in _HEADER_FIELDS[name]}
+    header["type"] = name
+    header["v"] = VERSION
+    frames = [orjson.dumps(header)]
+    for field, dtype, shape in message.ARRAYS:
+        array = np.ascontiguousarray(getattr(message, field), dtype=dtype)
+        if array.shape != _shape(message, shape):
+            raise ProtocolError(f"{name}.{field}: shape {array.shape}, header says otherwise")
+        frames.append(array.tobytes())
+    return frames
+
+
+def decode(frames: list[bytes]) -> Message:
+    """The message in `frames`. Arrays are read-only views of the frames.
+
+    Raises `ProtocolError` for anything that is not exactly a message of this version.
+    """
+    if not frames or len(frames[0]) > MAX_HEADER_BYTES:
+        raise ProtocolError("no header, or one that is too long")
+    try:
+        header = orjson.loads(frames[0])
+    except orjson.JSONDecodeError as e:
+        raise ProtocolError(f"header is not JSON: {e}") from None
+    if not isinstance(header, dict):
+        raise ProtocolError("header is not an object")
+    version = header.pop("v", None)
+    if version != VERSION:
+        raise ProtocolError(f"protocol version {version!r}, this side speaks {VERSION}")
+    name = header.pop("type", None)
+    cls = MESSAGES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise ProtocolError(f"unknown message type {name!r}")
+    if not header.keys() <= set(_HEADER_FIELDS[name]):
+        raise ProtocolError(f"{name}: unknown header fields")
+    try:
+        message = msgspec.convert(header, cls)
+    except msgspec.ValidationError as e:
+        raise ProtocolError(f"{name}: {e}") from None
+    message.check()
+    if len(frames) != 1 + len(cls.ARRAYS):
+        raise ProtocolError(f"{name}: {len(frames)} frames instead of {1 + len(cls.ARRAYS)}")
+    for (field, dtype, shape), frame in zip(cls.ARRAYS, frames[1:], strict=True):
+        dims = _shape(message, shape)
+        expected = int(np.prod(dims, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if len(frame) != expected:
+            raise ProtocolError(f"{name}.{field}: {len(frame)} bytes instead of {expected}")
+        setattr(message, field, np.frombuffer(frame, dtype=dtype).reshape(dims))
+    if cls.ARRAYS:
+        message.check()  # again, now with the arrays
+    return message

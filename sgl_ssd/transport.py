@@ -1,0 +1,201 @@
+"""Every socket between a verifier and a draft server.
+
+The two interfaces are small enough that a test can drop, delay, reorder and kill. Guarantees:
+`send` never blocks and says whether the message was queued; `recv` waits at most its timeout;
+messages of one peer keep their order unless lost; a message arrives whole or not at all. Delivery
+is *not* guaranteed: the protocol repeats state instead (see `protocol.Speculate`).
+
+A channel belongs to the thread that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shutil
+import tempfile
+from typing import Protocol
+from urllib.parse import urlparse
+
+import zmq
+
+from sgl_ssd.errors import ConfigError
+
+SEND_HWM = 1024
+MAX_FRAME_BYTES = 64 << 20
+
+
+class ClientChannel(Protocol):
+    """The verifier's end: one peer."""
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Queue a message; False (and dropped) when the queue is full."""
+
+    def recv(self, timeout_s: float) -> list[bytes] | None:
+        """The next message, or None after `timeout_s` seconds (0: only what is there)."""
+
+    def close(self) -> None:
+        """Drop the connection and all that is queued. Idempotent."""
+
+
+class ServerChannel(Protocol):
+    """The draft server's end: many peers, told apart by an opaque identity."""
+
+    def send(self, peer: bytes, frames: list[bytes]) -> bool:
+        """Queue a message to `peer`; False (and dropped) when it is gone or its queue is full."""
+
+    def recv(self, timeout_s: float) -> tuple[bytes, list[bytes]] | None:
+        """The next (peer, message), or None after `timeout_s` seconds."""
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse what cannot be an endpoint, or would listen beyond this host without keys.
+
+    Raises `ConfigError`.
+    """
+    url = urlparse(endpoint)
+    if url.scheme == "ipc":
+        path = endpoint.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise ConfigError(f"endpoint {endpoint!r}: an ipc path must be absolute")
+        if len(path) > 100:
+            raise ConfigError(f"endpoint {endpoint!r}: an ipc path has at most 100 characters")
+        return
+    try:
+        host, port = url.hostname, url.port
+    except ValueError as e:
+        raise ConfigError(f"endpoint {endpoint!r}: {e}") from None
+    if url.scheme != "tcp" or not host or port is None:
+        raise ConfigError(f"endpoint {endpoint!r}: use ipc:///PATH or tcp://HOST:PORT")
+    if not is_loopback(host):
+        raise ConfigError(
+            f"endpoint {endpoint!r} is not on loopback: the wire is not encrypted yet, so forward "
+            "a loopback port through a tunnel (for example ssh -L) instead"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is `localhost` or a loopback address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def private_ipc_endpoint() -> str:
+    """An ipc endpoint in a new folder that only this user can enter (mode 0700)."""
+    return f"ipc://{os.path.join(tempfile.mkdtemp(prefix='sgl_ssd_'), 'draft')}"
+
+
+def remove_private_ipc(endpoint: str) -> None:
+    """Remove the folder that `private_ipc_endpoint` made."""
+    folder = os.path.dirname(endpoint.removeprefix("ipc://"))
+    if os.path.basename(folder).startswith("sgl_ssd_"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+    socket.setsockopt(zmq.RCVHWM, SEND_HWM)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return max(0, int(timeout_s * 1e3 + 0.999))
+
+
+class ZmqClient:
+    """A `ClientChannel` over a ZeroMQ DEALER socket; reconnects by itself."""
+
+    def __init__(self, endpoint: str, identity: bytes) -> None:
+        check_endpoint(endpoint)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _prepare(self._socket)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        self._socket.connect(endpoint)
+
+    def send(self, frames: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        return True
+
+    def recv(self, timeout_s: float) -> list[bytes] | None:
+        try:
+            # The common case on the round's path is an answer that is already there.
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            if timeout_s <= 0 or not self._socket.poll(_milliseconds(timeout_s)):
+                return None
+        with contextlib.suppress(zmq.Again):
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        return None
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.close(0)
+            self._context.term()
+
+
+class ZmqServer:
+    """A `ServerChannel` over a ZeroMQ ROUTER socket.
+
+    Raises `ConfigError` when the endpoint is taken.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        check_endpoint(endpoint)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _prepare(self._socket)
+        # A verifier that reconnects with its identity replaces its dead connection at once.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as e:
+            self._socket.close(0)
+            self._context.term()
+            raise ConfigError(f"cannot listen on draft endpoint {endpoint!r}: {e}") from None
+
+    @property
+    def fd(self) -> int:
+        """ZeroMQ's edge-triggered descriptor, for an event loop."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def send(self, peer: bytes, frames: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
+        except zmq.ZMQError:  # Again: its queue is full; EHOSTUNREACH: it is gone
+            return False
+        return True
+
+    def recv(self, timeout_s: float) -> tuple[bytes, list[bytes]] | None:
+        try:
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            if timeout_s <= 0 or not self._socket.poll(_milliseconds(timeout_s)):
+                return None
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+        return peer, frames
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.close(0)
+            self._context.term()
