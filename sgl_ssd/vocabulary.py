@@ -1,0 +1,92 @@
+"""Whether two models speak of the same tokens: a fingerprint of id -> token text.
+
+Target and draft may pad their embedding tables differently; what each id *means* must agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+
+from sgl_ssd.errors import PairMismatchError
+
+# Layers whose state cannot be rolled back to an earlier token, so rejected drafts cannot be undone.
+_RECURRENT_MODEL_TYPES = frozenset(
+    "mamba mamba2 falcon_mamba jamba bamba falcon_h1 granitemoehybrid nemotron_h qwen3_next "
+    "qwen3_5 lfm2 lfm2_moe zamba zamba2 rwkv recurrent_gemma kimi_linear minimax bailing_hybrid "
+    "plamo2 xlstm".split()
+)
+_RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "mamba", "recurrent", "conv", "ssm"))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`size`: ids that mean something (0..size-1). `fingerprint`: equal for equal tables."""
+
+    size: int
+    fingerprint: str
+
+
+def read_vocabulary(path: str, trust_remote_code: bool = False) -> Vocabulary:
+    """The vocabulary of the model at `path` (a folder, or a name that transformers resolves).
+
+    A model without a tokenizer gets the fingerprint "" (unknown) and its config's vocab_size.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return Vocabulary(int(text_config(read_config(path))["vocab_size"]), "")
+    size = len(tokenizer)
+    digest = hashlib.sha256()
+    for index, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(size)))):
+        digest.update(f"{index}\0{token}\0".encode("utf-8", "surrogatepass"))
+    for name, token_id in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
+        digest.update(f"{name}={token_id}\0".encode())
+    return Vocabulary(size, digest.hexdigest()[:32])
+
+
+def read_config(path: str) -> dict:
+    """The model's config.json as a dict."""
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        from transformers.utils import cached_file
+
+        file = cached_file(path, "config.json")
+    with open(file, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def text_config(config: dict) -> dict:
+    """The part of a (perhaps multimodal) config that describes the language model."""
+    return config.get("text_config") or config.get("llm_config") or config
+
+
+def check_rollback(path: str, role: str) -> None:
+    """Refuse models with recurrent state: a rejected draft cannot be taken out of it.
+
+    Raises `PairMismatchError`.
+    """
+    config = text_config(read_config(path))
+    layer_types = config.get("layer_types") or config.get("layers_block_type") or ()
+    recurrent = _RECURRENT_LAYER_TYPES.intersection(t for t in layer_types if isinstance(t, str))
+    if config.get("model_type") in _RECURRENT_MODEL_TYPES or recurrent:
+        raise PairMismatchError(
+            f"the {role} model {path!r} ({config.get('model_type')}) has recurrent layers whose "
+            "state cannot be rolled back after a rejected draft; SSD needs an attention-only model"
+        )
+
+
+def check_pair(target: Vocabulary, draft: Vocabulary, target_path: str, draft_path: str) -> None:
+    """Refuse a pair whose ids mean different tokens. Raises `PairMismatchError`."""
+    if not target.fingerprint or not draft.fingerprint:
+        return
+    if target.fingerprint != draft.fingerprint:
+        raise PairMismatchError(
+            f"target {target_path!r} ({target.size} tokens) and draft {draft_path!r} "
+            f"({draft.size} tokens) have different vocabularies: the same id means another token. "
+            "Choose a draft of the same model family (--speculative-draft-model-path)"
+        )
