@@ -2,8 +2,8 @@
 
 
 def load() -> None:
-    """Register every hook that this process needs. SGLang calls it once in each of its processes."""
+    """Register every hook that this process needs. SGLang calls it in each of its processes."""
     from sgl_ssd import cpu
 
     if cpu.is_active():
-        cpu.install()
+        cpu.install(apply=False)

@@ -1,0 +1,90 @@
+"""Puts the CPU replacements into SGLang."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sgl_ssd.cpu import kernels
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+_COMMUNICATORS = (
+    "use_pynccl",
+    "use_pymscclpp",
+    "use_custom_allreduce",
+    "use_torch_symm_mem_all_reduce",
+)
+
+
+def register() -> None:
+    """Register the hooks; `HookRegistry.apply_hooks` puts them in place."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from sgl_ssd.cpu.attention import create_backend
+
+    disable_compilation()
+    register_attention_backend("torch_native")(create_backend)
+    for target, hook, kind in (
+        (
+            "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+            kernels.assign_req_to_token_pool,
+            HookType.REPLACE,
+        ),
+        (
+            "sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
+            kernels.softcap_logits,
+            HookType.REPLACE,
+        ),
+        (
+            "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras",
+            resolve_spec_extras,
+            HookType.REPLACE,
+        ),
+        (
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
+            without_gpu_communicators,
+            HookType.BEFORE,
+        ),
+    ):
+        HookRegistry.register(target, hook, kind)
+
+
+def disable_compilation() -> None:
+    """Run functions under `torch.compile` as they are, here and in child processes.
+
+    SGLang decorates small helpers (penalties, the seeded sampler, positions) with it; on a CPU each
+    one would want a C++ compiler and many seconds at its first call.
+    """
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and os.environ["TORCH_COMPILE_DISABLE"] == "1":
+        dynamo.config.disable = True
+
+
+def resolve_spec_extras(future_map: FutureMap, batch: ScheduleBatch) -> None:
+    """The overlap scheduler's relay of the last sampled tokens to the next speculative round.
+
+    The original calls `record_stream`, which a CPU tensor does not have.
+    """
+    if future_map.need_topk or future_map.need_hidden_states:
+        raise NotImplementedError(
+            "on the CPU only speculative algorithms without relayed draft state run under overlap"
+        )
+    draft_input = batch.spec_info
+    if draft_input is None or draft_input.future_indices.shape[0] == 0:
+        return
+    draft_input.bonus_tokens = future_map.output_tokens_buf[draft_input.future_indices]
+
+
+def without_gpu_communicators(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Switch off what only works between GPUs; CPU tensors are reduced by the gloo group."""
+    for name in _COMMUNICATORS:
+        if name in kwargs:
+            kwargs[name] = False
+    return args, kwargs
