@@ -1,0 +1,131 @@
+"""SGLang's scheduler with the few things that SSD adds to it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+from sglang.srt.managers.scheduler import Scheduler
+
+from sgl_ssd.config import BACKUPS
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.fan_out import check_fan_out, parse_fan_out
+from sgl_ssd.sampling import request_seed
+from sgl_ssd.scheduler.algorithm import NAME
+from sgl_ssd.scheduler.worker import SSDWorker
+
+logger = logging.getLogger(__name__)
+
+RUNTIME_SETTINGS = ("ssd_num_steps", "ssd_fan_out", "ssd_backup", "ssd_drafting")
+
+
+class SSDScheduler(Scheduler):
+    """Stock scheduler unless the SSD algorithm runs."""
+
+    _arrivals = 0
+
+    @property
+    def _ssd_worker(self) -> SSDWorker | None:
+        worker = getattr(self, "draft_worker", None)
+        return worker if isinstance(worker, SSDWorker) else None
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        if getattr(self.spec_algorithm, "name", None) == NAME and not hasattr(req, "ssd_seed"):
+            # Every rank receives the same requests in the same order.
+            seed = req.sampling_params.sampling_seed
+            if seed is None:
+                seed = request_seed(self.server_args.random_seed, self._arrivals)
+                self._arrivals += 1
+            req.ssd_seed = ((int(seed) + 2**63) % 2**64) - 2**63
+        super()._add_request_to_queue(req, is_retracted)
+
+    def process_input_requests(self, recv_reqs: list) -> None:
+        worker = self._ssd_worker
+        if worker is not None and worker.client is not None:
+            worker.client.tick()
+        super().process_input_requests(recv_reqs)
+
+    def is_disable_overlap_for_batch(self, batch: Any, last_batch: Any) -> bool:
+        if super().is_disable_overlap_for_batch(batch, last_batch):
+            return True
+        # A custom logit processor reads the request's output so far: it must be there.
+        return bool(
+            self._ssd_worker is not None
+            and batch
+            and batch.forward_mode.is_decode()
+            and batch.sampling_info.has_custom_logit_processor
+            and len(self.result_queue) > 0
+        )
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        output = super().get_internal_state(recv_req)
+        worker = self._ssd_worker
+        if worker is not None:
+            output.internal_state["ssd"] = self._ssd_state(worker)
+        return output
+
+    def _ssd_state(self, worker: SSDWorker) -> dict[str, Any]:
+        state: dict[str, Any] = worker.stats.as_dict()
+        state["num_steps_max"] = worker.num_steps
+        state["drafting"] = "on" if worker.drafting else "off"
+        client = worker.client
+        if client is not None:
+            state.update(
+                num_steps=client.num_steps,
+                fan_out=client.fan_out,
+                backup=client.backup,
+                draft="up" if client.up else "down",
+                draft_model=client.server.model_path if client.server else "",
+                draft_stats=client.server_stats,
+                open_sessions=len(client.sessions),
+            )
+        state["kv_total"] = self.max_total_num_tokens
+        state["kv_available"] = self.token_to_kv_pool_allocator.available_size()
+        state["kv_evictable"] = self.tree_cache.evictable_size()
+        return state
+
+    def set_internal_state(self, recv_req: Any) -> Any:
+        """SGLang's endpoint, which also changes K, fan-out, backup and drafting while serving."""
+        args = dict(recv_req.server_args)
+        ours = {k: args.pop(k) for k in RUNTIME_SETTINGS if k in args}
+        if not ours:
+            return super().set_internal_state(recv_req)
+        worker = self._ssd_worker
+        if worker is None or args:
+            logger.warning("cannot set %s here", ", ".join([*ours, *args]))
+            return SetInternalStateReqOutput(updated=False)
+        try:
+            self._apply_settings(worker, ours)
+        except (ConfigError, TypeError, ValueError) as e:
+            logger.warning("settings not changed: %s", e)
+            return SetInternalStateReqOutput(updated=False)
+        return SetInternalStateReqOutput(updated=True)
+
+    @staticmethod
+    def _apply_settings(worker: SSDWorker, settings: dict[str, Any]) -> None:
+        """Validate all of `settings`, then apply them. Raises `ConfigError` and changes nothing."""
+        client = worker.client
+        if client is not None:
+            num_steps = int(settings.get("ssd_num_steps", client.num_steps))
+            if not 1 <= num_steps <= worker.num_steps:
+                raise ConfigError(f"ssd_num_steps {num_steps}: must lie in 1..{worker.num_steps}")
+            fan_out = settings.get("ssd_fan_out")
+            if fan_out is None:
+                fan_out = client.fan_out
+                if num_steps != client.num_steps:
+                    fan_out = [max(fan_out)] * (num_steps + 1)
+            elif isinstance(fan_out, list):
+                fan_out = check_fan_out([int(f) for f in fan_out], num_steps)
+            else:
+                fan_out = parse_fan_out(fan_out, num_steps)
+            backup = settings.get("ssd_backup", client.backup)
+            if backup not in BACKUPS:
+                raise ConfigError(f"ssd_backup {backup!r}: choose one of {', '.join(BACKUPS)}")
+        drafting = settings.get("ssd_drafting")
+        if drafting not in (None, "on", "off"):
+            raise ConfigError(f"ssd_drafting {drafting!r}: choose on or off")
+        if client is not None:
+            client.configure(num_steps, fan_out, "jit" if backup == "auto" else backup)
+        if drafting is not None:
+            worker.drafting = drafting == "on"

@@ -1,0 +1,458 @@
+"""The verifier's worker: one forward of the target, with drafts from another process.
+
+One decode of a batch, in time:
+  1. the outcome of the forward before reaches the host, goes to the draft server as news;
+  2. the server's speculations come back (or the deadline passes);
+  3. the target runs over the last committed token and the drafts of every row;
+  4. its own tokens are drawn at every position, and drafts are kept while they agree.
+Steps 1 and 2 are all that lies between two forwards; SGLang's overlap loop does the rest of its
+host work while the target computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+
+from sgl_ssd.config import VerifierConfig
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.sampling import TOP_K_ALL
+from sgl_ssd.scheduler import hooks
+from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
+from sgl_ssd.scheduler.graphs import PlainDecodeGraphs
+from sgl_ssd.scheduler.inputs import DraftInput, VerifyInput
+from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
+from sgl_ssd.scheduler.outcomes import OutcomeCopier, PendingOutcome
+from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
+from sgl_ssd.scheduler.stats import SSDStats
+from sgl_ssd.vocabulary import read_vocabulary
+
+logger = logging.getLogger(__name__)
+
+
+class SSDWorker(BaseSpecWorker):
+    """Drives the target model for SGLang's scheduler; holds no draft model."""
+
+    def __init__(
+        self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
+    ) -> None:
+        super().__init__()
+        config = VerifierConfig.from_environment()
+        if config is None:
+            raise ConfigError(
+                "the SSD algorithm needs its draft server: start with "
+                "`python -m sgl_ssd.launch_server` instead of `sglang.launch_server`"
+            )
+        self.config = config
+        self.server_args = server_args
+        self.ps = ps
+        self.drafting = config.drafting
+        self._target_worker = target_worker
+        self._runner = target_worker.model_runner
+        self.device = server_args.device
+        self.num_steps = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = self.num_steps + 1
+        self.stats = SSDStats(self.num_steps)
+        self.sampler: TargetSampler | None = None
+        self._plain = PlainDecodeGraphs(self._runner)
+        self._copy_outcome = OutcomeCopier(self.device)
+        self._pending: list[PendingOutcome] = []
+        self._asking: dict[int, Session] = {}
+        self._context_len = self._runner.model_config.context_len
+        self.client = self._connect() if ps.tp_rank == 0 else None
+        hooks.set_worker(self)
+
+    def _connect(self) -> DraftClient:
+        model = self._runner.model_config
+        vocabulary = read_vocabulary(
+            self.server_args.tokenizer_path or self.server_args.model_path,
+            self.server_args.trust_remote_code,
+        )
+        hello = make_hello(
+            num_steps=self.num_steps,
+            context_len=model.context_len,
+            vocab_size=min(vocabulary.size, model.vocab_size),
+            vocab_hash=vocabulary.fingerprint,
+            max_running_requests=self.server_args.max_running_requests or 0,
+        )
+        client = DraftClient(self.config, hello, self.stats)
+        client.tick()
+        return client
+
+    # -- what SGLang expects of a speculative worker -------------------------------------------
+
+    @property
+    def draft_worker(self) -> None:
+        return None
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        super().alloc_memory_pool(
+            memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator
+        )
+        self.sampler = TargetSampler(
+            req_to_token_pool.req_to_token.shape[0],
+            self._runner.model_config.vocab_size,
+            self.device,
+        )
+
+    def init_cuda_graphs(self) -> None:
+        self._plain.capture()
+
+    def clear_cache_pool(self) -> None:
+        """SGLang has flushed its cache; the draft server forgets its own."""
+        self._pending.clear()
+        self._asking.clear()
+        if self.client is not None:
+            self.client.flush()
+
+    def on_release(self, req: Any) -> None:
+        """A request's KV is released: it finished, was aborted, or is retracted."""
+        if self.client is not None:
+            self.client.close_session(req.rid)
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """The target's weights change elsewhere; the draft stays as it is."""
+        return True, "Succeeded to update model weights."
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        return True, "Succeeded to update model weights."
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        return self.target_worker.update_weights_from_tensor(recv_req)
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+    ) -> GenerationBatchResult:
+        """Run one batch: a prefill (with its first token) or a verify."""
+        if batch.forward_mode.is_extend() or batch.forward_mode.is_idle():
+            return self._prefill(batch, on_publish)
+        return self._verify(batch, on_publish, grammar_barrier)
+
+    # -- prefill -------------------------------------------------------------------------------
+
+    def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+        assert self.sampler is not None
+        sessions = self._open_sessions(batch)
+        self.sampler.begin(batch.reqs)
+        result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        # The outcome of the forward before is news now, not after this prefill.
+        self._send_news()
+        logits_output = result.logits_output
+        seq_lens = batch.seq_lens
+        if batch.is_prefill_only:
+            tokens = torch.zeros(len(batch.reqs), dtype=torch.int64, device=self.device)
+            if batch.return_logprob and logits_output.next_token_logits is not None:
+                self.sampler.prefill_logprobs(batch, logits_output, tokens)
+        else:
+            tokens = self._draw_first(batch, logits_output, seq_lens)
+        if on_publish is not None:
+            on_publish(seq_lens)
+        ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
+        self._pending.append(self._copy_outcome(sessions, None, ones, tokens[:, None]))
+        self.sampler.accept(batch.reqs, tokens[:, None], ones)
+        result.next_token_ids = tokens
+        result.next_draft_input = DraftInput(bonus_tokens=tokens, new_seq_lens=seq_lens)
+        result.new_seq_lens = seq_lens
+        result.accept_lens = ones
+        result.speculative_num_draft_tokens = 1
+        self._send_ready_news()
+        return result
+
+    def _draw_first(self, batch: Any, logits_output: Any, seq_lens: torch.Tensor) -> torch.Tensor:
+        """The first token of each row: int64 [bs]. `seq_lens` tokens came before it."""
+        assert self.sampler is not None
+        sampling_info = batch.sampling_info
+        grammar_mask = None
+        if batch.has_grammar:
+            sampling_info.grammars = [req.grammar for req in batch.reqs]
+            sampling_info.update_regex_vocab_mask()
+            grammar_mask = sampling_info.grammar_mask
+            sampling_info.grammar_mask = None
+        chain = torch.zeros((len(batch.reqs), 1), dtype=torch.int64, device=self.device)
+        tokens = self.sampler.sample(
+            logits_output.next_token_logits,
+            batch.reqs,
+            sampling_info,
+            chain,
+            seq_lens.to(torch.int64),
+            grammar_mask,
+        )
+        tokens = self._same_on_all_ranks(tokens).squeeze(1)
+        if batch.return_logprob:
+            self.sampler.prefill_logprobs(batch, logits_output, tokens)
+        return tokens
+
+    def _open_sessions(self, batch: Any) -> list[Session | None]:
+        """Open a session for each request at its first chunk; returns the sessions of rows whose
+        prefill ends with this forward (None: more chunks follow, or nobody drafts for it)."""
+        sessions: list[Session | None] = []
+        for i, req in enumerate(batch.reqs):
+            if self.client is None:
+                sessions.append(None)
+                continue
+            session = self.client.sessions.get(req.rid)
+            total = len(req.origin_input_ids) + len(req.output_ids)
+            if session is None and self.drafting and _wants_drafts(req):
+                session = self.client.open_session(
+                    req.rid,
+                    [*req.origin_input_ids, *req.output_ids],
+                    _session_sampling(req),
+                    _stop_rule(req, self._context_len),
+                    req.extra_key or "",
+                )
+            last_chunk = batch.prefix_lens[i] + batch.extend_lens[i] >= total
+            sessions.append(session if last_chunk else None)
+        return sessions
+
+    # -- verify --------------------------------------------------------------------------------
+
+    def _verify(self, batch: Any, on_publish: Any, barrier: Any) -> GenerationBatchResult:
+        assert self.sampler is not None
+        reqs, bs = batch.reqs, len(batch.reqs)
+        sessions: list[Session | None] = [None] * bs
+        drafts = np.zeros((bs, self.num_steps), dtype=np.int64)
+        lens = np.zeros(bs, dtype=np.int64)
+        self._send_news()
+        if self.client is not None:
+            sessions = [self.client.sessions.get(req.rid) for req in reqs]
+            self._take_drafts(reqs, sessions, drafts, lens)
+        drafts, lens = self._broadcast_drafts(drafts, lens)
+        width = self._width(lens)
+        seq_lens = batch.seq_lens
+        chain = torch.empty((bs, width), dtype=torch.int64, device=self.device)
+        chain[:, 0] = batch.spec_info.bonus_tokens
+        draft_lens = self._to_device(torch.from_numpy(lens))
+        if width > 1:
+            chain[:, 1:] = self._to_device(torch.from_numpy(drafts[:, : width - 1].copy()))
+
+        logits_output, graph = self._forward(batch, chain, seq_lens)
+        mask = None
+        if batch.has_grammar:
+            mask = build_grammar_vocab_mask(
+                reqs=reqs,
+                tree=GrammarTree.from_linear_chain(chain),
+                sampling_info=batch.sampling_info,
+                device=self.device,
+                barrier=barrier,
+            )
+        tokens = self.sampler.sample(
+            logits_output.next_token_logits,
+            reqs,
+            batch.sampling_info,
+            chain,
+            seq_lens.to(torch.int64) + 1,
+            mask,
+        )
+        tokens = self._same_on_all_ranks(tokens)
+        accept_lens = count_accepted(tokens, chain, draft_lens)
+        new_seq_lens = seq_lens + accept_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        self._pending.append(self._copy_outcome(sessions, lens.tolist(), accept_lens, tokens))
+        self.sampler.accept(reqs, tokens, accept_lens)
+        bonus = tokens.gather(1, (accept_lens - 1).long()[:, None]).squeeze(1)
+        if batch.return_logprob:
+            self.sampler.verify_logprobs(batch, logits_output, tokens)
+        self.stats.verifies += 1
+        self.stats.verifies_without_drafts += int(width == 1)
+        self._send_ready_news()
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=tokens.flatten(),
+            can_run_cuda_graph=graph,
+            accept_lens=accept_lens,
+            new_seq_lens=new_seq_lens,
+            next_draft_input=DraftInput(bonus_tokens=bonus, new_seq_lens=new_seq_lens),
+            speculative_num_draft_tokens=width,
+        )
+
+    def _width(self, lens: np.ndarray) -> int:
+        """Tokens a row: 1 without any drafts; where graphs are captured, K+1 otherwise."""
+        if not lens.any():
+            return 1
+        if self._runner.decode_cuda_graph_runner is not None:
+            return self.speculative_num_draft_tokens
+        return int(lens.max()) + 1
+
+    def _forward(
+        self, batch: Any, chain: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[Any, bool]:
+        """The target over `chain` int64 [bs, width], whose KV goes behind `seq_lens` tokens."""
+        width = chain.shape[1]
+        columns = seq_lens[:, None] + torch.arange(width, device=self.device)
+        slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[:, None], columns]
+        batch.out_cache_loc = slots.reshape(-1).to(torch.int64)
+        batch.input_ids = chain.flatten()
+        if width == 1:
+            batch.forward_mode = ForwardMode.DECODE
+            batch.spec_info = None
+            batch.seq_lens = seq_lens + 1
+            if batch.seq_lens_cpu is not None:
+                batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+                batch.seq_lens_sum = None
+            with self._plain.active():
+                result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+            batch.seq_lens = seq_lens
+        else:
+            # Columns without a real draft may lie beyond the context; their result is not used.
+            positions = columns.clamp(max=self._context_len - 1).flatten()
+            batch.forward_mode = ForwardMode.TARGET_VERIFY
+            batch.spec_info = VerifyInput(
+                draft_token=batch.input_ids, positions=positions, draft_token_num=width
+            )
+            result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        return result.logits_output, result.can_run_cuda_graph
+
+    # -- talking to the draft server -------------------------------------------------------------
+
+    def _take_drafts(
+        self,
+        reqs: list[Any],
+        sessions: list[Session | None],
+        drafts: np.ndarray,
+        lens: np.ndarray,
+    ) -> None:
+        """Fill `drafts` [bs, K] and `lens` [bs] with what has come for the batch by now."""
+        assert self.client is not None
+        if not self.drafting:
+            return
+        present = [s for s in sessions if s is not None]
+        if self.client.up:
+            # Rows that have never been asked for (opened while the server was away, or skipped
+            # since) are asked now, together with the unanswered ones.
+            if any(s.asked != s.committed and not s.done and not s.refused for s in present):
+                self.client.ask(present)
+            self.client.collect(present)
+        limit = min(self.client.num_steps, self.num_steps)
+        for i, (req, session) in enumerate(zip(reqs, sessions, strict=True)):
+            if session is None:
+                self.stats.observe_no_drafts("not_opened")
+                continue
+            speculation = session.speculation()[: min(limit, _room(session))]
+            if req.custom_logit_processor is not None:
+                speculation = []
+            lens[i] = len(speculation)
+            drafts[i, : len(speculation)] = speculation
+            if not speculation:
+                self.stats.observe_no_drafts(self._reason(session))
+
+    def _reason(self, session: Session) -> str:
+        assert self.client is not None
+        if not self.client.up:
+            return "down"
+        if session.done:
+            return "finished"
+        if session.refused:
+            return "context"
+        if session.answered != session.committed:
+            return "resting" if self.client.resting else "late"
+        return {3: "miss", 4: "prefilling", 8: "no_memory"}.get(session.status, "empty")
+
+    def _send_news(self) -> None:
+        """Commit every pending outcome to its sessions and ask for their next speculations."""
+        if not self._pending:
+            return
+        for outcome in self._pending:
+            self._commit(outcome)
+        self._pending.clear()
+        if self.client is not None and self._asking and self.drafting:
+            self.client.ask(self._asking.values())
+        self._asking.clear()
+
+    def _send_ready_news(self) -> None:
+        """`_send_news` if it would not wait for the device (on a CPU it never does)."""
+        if all(outcome.is_ready() for outcome in self._pending):
+            self._send_news()
+
+    def _commit(self, outcome: PendingOutcome) -> None:
+        rows = outcome.rows()
+        for i, (session, tokens) in enumerate(zip(outcome.sessions, rows, strict=True)):
+            if outcome.drafted is not None and (session is None or not session.done):
+                self.stats.observe_round(outcome.drafted[i], len(tokens) - 1)
+            if session is None or session.closed or session.done:
+                continue
+            session.commit(tokens)
+            self._asking[session.sid] = session
+
+    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+        if str(self.device).startswith("cpu"):
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    # -- tensor parallelism ------------------------------------------------------------------------
+
+    def _broadcast_drafts(
+        self, drafts: np.ndarray, lens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rank 0 talks to the draft server; all ranks verify the same drafts."""
+        if self.ps.tp_size == 1:
+            return drafts, lens
+        packed = torch.from_numpy(np.concatenate([lens[:, None], drafts], axis=1))
+        group = self._runner.tp_group
+        dist.broadcast(packed, src=group.ranks[0], group=group.cpu_group)
+        packed_np = packed.numpy()
+        return packed_np[:, 1:], packed_np[:, 0].copy()
+
+    def _same_on_all_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tokens: a near tie may fall differently on each rank, and they must not part."""
+        if self.ps.tp_size > 1:
+            group = self._runner.tp_group
+            dist.broadcast(tokens, src=group.ranks[0], group=group.device_group)
+        return tokens
+
+
+def _wants_drafts(req: Any) -> bool:
+    """Whether a request will decode, and from tokens that a draft server can see."""
+    return (
+        req.sampling_params.max_new_tokens > 1
+        and req.multimodal_inputs is None
+        and req.input_embeds is None
+    )
+
+
+def _room(session: Session) -> int:
+    """Drafts that can still be committed before the request's length limit."""
+    return max(0, session.stop.max_length - session.committed - 1)
+
+
+def _session_sampling(req: Any) -> SessionSampling:
+    p = req.sampling_params
+    bias = p.logit_bias or {}
+    return SessionSampling(
+        seed=req.ssd_seed,
+        temperature=0.0 if p.top_k == 1 else float(p.temperature),
+        top_k=p.top_k if p.top_k > 0 else TOP_K_ALL,
+        top_p=float(p.top_p),
+        min_p=float(p.min_p),
+        bias_ids=np.array([int(t) for t in bias], dtype=np.int32) if bias else None,
+        bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else None,
+    )
+
+
+def _stop_rule(req: Any, context_len: int) -> StopRule:
+    p = req.sampling_params
+    ids: set[int] = set()
+    if not p.ignore_eos:
+        ids |= set(p.stop_token_ids or ()) | set(req.eos_token_ids or ())
+        if req.tokenizer is not None:
+            ids |= {req.tokenizer.eos_token_id} - {None}
+            ids |= set(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())
+    length = len(req.origin_input_ids) + p.max_new_tokens
+    return StopRule(frozenset(ids), min(length, context_len))
