@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from servers import ServerProcess
 from tiny_model import make_tiny_llama
 
@@ -20,7 +21,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_server(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """Plain SGLang without speculation on the CPU, overlap scheduler on: what others compare with."""
+    """Plain SGLang on the CPU, overlap scheduler on, no speculation: what others compare with."""
     log = tmp_path_factory.mktemp("plain-server") / "server.log"
     args = ["--model-path", str(tiny_llama), "--device", "cpu", "--dtype", "float32"]
     with ServerProcess("sglang.launch_server", args, log=log) as server:

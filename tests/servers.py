@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -115,7 +116,7 @@ class ServerProcess:
         while time.monotonic() < deadline:
             if self.poll() is not None:
                 raise ServerFailed(
-                    f"{self.module} ended with code {self.poll()} before it was ready\n{self.tail()}"
+                    f"{self.module} ended before it was ready, code {self.poll()}\n{self.tail()}"
                 )
             if self.is_ready():
                 return
@@ -153,10 +154,8 @@ class ServerProcess:
         family = self.processes()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                pass
         self._reap(family)
         return self.process.poll()
 
@@ -181,15 +180,11 @@ class ServerProcess:
         # Children may have moved to groups of their own, so the family is killed one by one too.
         if self.process is None:
             return
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         for member in family:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 member.kill()
-            except psutil.NoSuchProcess:
-                pass
         self.process.wait()
         psutil.wait_procs(family, timeout=10)
 

@@ -2,8 +2,8 @@
 
 For the verifier everything happens by itself: SGLang calls `activate` (entry point group
 `sglang.srt.platforms`) and the plugin's `load` calls `install`. Another process that builds a
-`ModelRunner` by hand calls `install` before it does so. `SGLANG_SSD_DEVICE=cpu` asks for the CPU on a
-machine with a GPU (see `selection`).
+`ModelRunner` by hand calls `install` before it does so. `SGLANG_SSD_DEVICE=cpu` asks for the CPU
+on a machine with a GPU (see `selection`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
 from servers import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
