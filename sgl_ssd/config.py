@@ -16,7 +16,7 @@ from sgl_ssd.fan_out import check_fan_out
 from sgl_ssd.protocol import MAX_STEPS
 from sgl_ssd.transport import check_endpoint
 
-ENV = "SGL_SSD_CONFIG"
+ENV = "SGLANG_SSD_CONFIG"  # SGLang renames what begins with SGL_, with a warning
 BACKUPS = ("auto", "jit", "fast", "none")
 
 

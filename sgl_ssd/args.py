@@ -1,0 +1,196 @@
+"""Command line of `sgl_ssd.launch_server`: SGLang's flags, and ours beside them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from sgl_ssd.config import BACKUPS, DraftServerConfig, VerifierConfig
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.fan_out import parse_fan_out
+from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
+
+DEFAULT_NUM_STEPS = 4
+DEFAULT_FAN_OUT = "4"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What to start.
+
+    `draft` is None when an already running draft server is used; `sglang_argv` is the command
+    line that SGLang parses.
+    """
+
+    target_path: str
+    draft_path: str | None
+    draft: DraftServerConfig | None
+    verifier: VerifierConfig
+    sglang_argv: list[str]
+    trust_remote_code: bool
+    draft_start_timeout_s: float
+
+
+def add_ssd_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that are ours, and those of SGLang's whose meaning we take over."""
+    group = parser.add_argument_group(
+        "Speculative Speculative Decoding",
+        "Every other flag is SGLang's. Without --model-path the bundled pair is served.",
+    )
+    add = group.add_argument
+    add("--model-path", "--model", metavar="PATH", help="the target model")
+    add(
+        "--speculative-draft-model-path", "--speculative-draft-model",
+        metavar="PATH", help="the draft model, of the target's vocabulary",
+    )  # fmt: skip
+    add(
+        "--speculative-num-steps", type=int, default=DEFAULT_NUM_STEPS, metavar="K",
+        help="drafts per round (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--ssd-fan-out", default=DEFAULT_FAN_OUT, metavar="F[,F...]",
+        help="bonus tokens to pre-speculate for each accepted length: one number for all, or K+1 "
+        "numbers (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--ssd-backup", choices=BACKUPS, default="auto",
+        help="what the draft server answers when it did not predict the outcome: draft now (jit), "
+        "continue from the request's own text (fast), nothing (none); auto: jit "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--ssd-drafting", choices=("on", "off"), default="on",
+        help="off: the same verifier without any drafts (default: %(default)s)",
+    )
+    add(
+        "--ssd-draft-endpoint", metavar="ENDPOINT",
+        help="use the draft server that listens here (ipc:///PATH or tcp://127.0.0.1:PORT) "
+        "instead of starting one",
+    )  # fmt: skip
+    add(
+        "--ssd-draft-required", action="store_true",
+        help="stop when the draft server is lost, instead of serving on without drafts",
+    )
+    add(
+        "--ssd-draft-timeout-ms", type=float, metavar="MS",
+        help="longest wait for drafts in a round (default: from measured times)",
+    )
+    add(
+        "--ssd-draft-start-timeout", type=float, default=600.0, metavar="S",
+        help="longest wait for the draft server at start, in seconds (default: %(default)s)",
+    )
+    add(
+        "--ssd-draft-device", default="auto", metavar="DEVICE",
+        help="cuda or cpu (default: the target's)",
+    )
+    add(
+        "--ssd-draft-base-gpu-id", type=int, metavar="ID",
+        help="GPU of the draft server (default: the one after the target's)",
+    )
+    add(
+        "--ssd-max-branch-rows", type=int, default=256, metavar="N",
+        help="most rows in one step of the draft model, over all requests (default: %(default)s)",
+    )
+    add("--ssd-draft-dtype", default="auto", metavar="DTYPE", help="dtype of the draft model")
+    add("--ssd-draft-attention-backend", metavar="NAME", help="attention backend of the draft")
+    add(
+        "--ssd-draft-mem-fraction-static", type=float, metavar="F",
+        help="share of the draft GPU's memory for weights and KV",
+    )  # fmt: skip
+    add(
+        "--ssd-draft-max-total-tokens", type=int, metavar="N",
+        help="size of the draft's KV pool in tokens",
+    )
+    add("--ssd-draft-context-length", type=int, metavar="N", help="context of the draft model")
+    add(
+        "--ssd-draft-http-port", type=int, metavar="PORT",
+        help="serve the draft server's own /health and /metrics on this loopback port",
+    )
+
+
+def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
+    """Split `argv` between SGLang and us.
+
+    `private_endpoint` is where a draft server of our own will listen. Raises `ConfigError`;
+    argparse itself exits with status 2 on malformed flags.
+    """
+    parser = argparse.ArgumentParser("sgl_ssd.launch_server", add_help=False, allow_abbrev=False)
+    add_ssd_args(parser)
+    seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag, kwargs in (
+        ("--device", {}),
+        ("--dtype", {}),
+        ("--tp-size", {"type": int, "default": 1}),
+        ("--tensor-parallel-size", {"type": int, "dest": "tp_size", "default": 1}),
+        ("--base-gpu-id", {"type": int, "default": 0}),
+        ("--max-running-requests", {"type": int}),
+        ("--log-level", {"default": "info"}),
+        ("--trust-remote-code", {"action": "store_true"}),
+        ("--speculative-algorithm", {}),
+    ):
+        seen.add_argument(flag, **kwargs)  # type: ignore[arg-type]
+    ours, rest = parser.parse_known_args(argv)
+    theirs, _ = seen.parse_known_args(rest)
+    if theirs.speculative_algorithm not in (None, "SSD", "ssd"):
+        raise ConfigError(
+            f"--speculative-algorithm {theirs.speculative_algorithm}: this launcher serves SSD; "
+            "use `python -m sglang.launch_server` for other algorithms"
+        )
+    target, draft = ours.model_path, ours.speculative_draft_model_path
+    if target is None:
+        if draft is not None:
+            raise ConfigError("--speculative-draft-model-path needs --model-path")
+        target, draft = str(TARGET_PATH), str(DRAFT_PATH)
+    if draft is None and ours.ssd_draft_endpoint is None:
+        raise ConfigError(
+            "--speculative-draft-model-path is missing: name a small model of the target's "
+            "vocabulary, or a running draft server with --ssd-draft-endpoint"
+        )
+    fan_out = parse_fan_out(ours.ssd_fan_out, ours.speculative_num_steps)
+    verifier = VerifierConfig(
+        endpoint=ours.ssd_draft_endpoint or private_endpoint,
+        num_steps=ours.speculative_num_steps,
+        fan_out=fan_out,
+        backup=ours.ssd_backup,
+        drafting=ours.ssd_drafting == "on",
+        draft_timeout_ms=ours.ssd_draft_timeout_ms,
+        draft_required=ours.ssd_draft_required,
+    )
+    server = None
+    if ours.ssd_draft_endpoint is None:
+        device = ours.ssd_draft_device
+        if device == "auto" and theirs.device is not None:
+            device = theirs.device
+        gpu = ours.ssd_draft_base_gpu_id
+        server = DraftServerConfig(
+            endpoint=private_endpoint,
+            model_path=draft,
+            num_steps=ours.speculative_num_steps,
+            fan_out=fan_out,
+            backup="jit" if ours.ssd_backup == "auto" else ours.ssd_backup,
+            max_branch_rows=ours.ssd_max_branch_rows,
+            device=device,
+            base_gpu_id=theirs.base_gpu_id + theirs.tp_size if gpu is None else gpu,
+            dtype=ours.ssd_draft_dtype if ours.ssd_draft_dtype != "auto" else theirs.dtype or "auto",
+            attention_backend=ours.ssd_draft_attention_backend,
+            mem_fraction_static=ours.ssd_draft_mem_fraction_static,
+            max_total_tokens=ours.ssd_draft_max_total_tokens,
+            context_length=ours.ssd_draft_context_length,
+            max_sessions=theirs.max_running_requests or 256,
+            trust_remote_code=theirs.trust_remote_code,
+            log_level=theirs.log_level,
+            http_port=ours.ssd_draft_http_port,
+        )
+    sglang_argv = ["--model-path", target, *rest]
+    if theirs.speculative_algorithm is None:
+        sglang_argv += ["--speculative-algorithm", "SSD"]
+    sglang_argv += ["--speculative-num-steps", str(ours.speculative_num_steps)]
+    return LaunchPlan(
+        target_path=target,
+        draft_path=draft,
+        draft=server,
+        verifier=verifier,
+        sglang_argv=sglang_argv,
+        trust_remote_code=theirs.trust_remote_code,
+        draft_start_timeout_s=ours.ssd_draft_start_timeout,
+    )

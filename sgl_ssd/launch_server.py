@@ -1,0 +1,185 @@
+"""`python -m sgl_ssd.launch_server`: a SGLang server whose drafts come from a second process.
+
+Starts the draft server and SGLang's own HTTP server with the SSD algorithm, then waits. All
+processes end together: on Ctrl-C, on SIGTERM, when the target ends, and when this one is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from sgl_ssd import args as ssd_args
+from sgl_ssd.errors import SSDError
+from sgl_ssd.host import check_sglang_version
+from sgl_ssd.supervisor import DraftSupervisor, TargetProcess
+from sgl_ssd.transport import private_ipc_endpoint, remove_private_ipc
+from sgl_ssd.vocabulary import check_pair, check_rollback, read_vocabulary
+
+logger = logging.getLogger("sgl_ssd")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until stopped; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        _print_help()
+        return 0
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    endpoint = private_ipc_endpoint()
+    try:
+        check_sglang_version()
+        plan = ssd_args.parse(argv, endpoint)
+        _check_models(plan)
+        return _serve(plan)
+    except (SSDError, OSError) as e:
+        print(f"sgl_ssd: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        remove_private_ipc(endpoint)
+
+
+def _check_models(plan: ssd_args.LaunchPlan) -> None:
+    check_rollback(plan.target_path, "target")
+    if plan.draft_path is not None:
+        check_rollback(plan.draft_path, "draft")
+        check_pair(
+            read_vocabulary(plan.target_path, plan.trust_remote_code),
+            read_vocabulary(plan.draft_path, plan.trust_remote_code),
+            plan.target_path,
+            plan.draft_path,
+        )
+
+
+def _serve(plan: ssd_args.LaunchPlan) -> int:
+    stop = _StopRequest()
+    draft = target = None
+    try:
+        with stop.listening():
+            if plan.draft is not None:
+                lost = stop.set if plan.verifier.draft_required else None
+                draft = DraftSupervisor(plan.draft, lost)
+            plan.verifier.to_environment()
+            # Both take their time to start: let them do so at once.
+            target = TargetProcess(plan.sglang_argv)
+            if draft is not None:
+                with _progress("waiting for the draft server") as progress:
+                    draft.wait_ready(plan.draft_start_timeout_s, stop.check_in(progress))
+                draft.watch()
+            logger.info(
+                "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, drafting %s",
+                plan.target_path,
+                plan.draft_path or "(running elsewhere)",
+                plan.verifier.endpoint,
+                plan.verifier.num_steps,
+                plan.verifier.fan_out,
+                plan.verifier.backup,
+                "on" if plan.verifier.drafting else "off",
+            )
+            while target.poll() is None and not stop.wait(0.2):
+                pass
+    finally:
+        code = target.poll() if target is not None else None
+        if target is not None:
+            _stop_target(target, stop)
+        if draft is not None:
+            draft.stop()
+    if code is None:
+        return 0 if stop.by_user else 1
+    logger.error("the target server ended with exit code %d", code)
+    return code if code > 0 else 128 - code
+
+
+def _stop_target(target: TargetProcess, stop: _StopRequest) -> None:
+    """Let SGLang drain its requests; a second Ctrl-C or SIGTERM ends it at once."""
+    stopper = threading.Thread(target=target.stop, args=(target.STOP_S,), daemon=True)
+    stopper.start()
+    seen = stop.count
+    with stop.listening():
+        while stopper.is_alive():
+            stopper.join(0.1)
+            if stop.count > seen:
+                target.kill()
+
+
+class _StopRequest:
+    """Ctrl-C, SIGTERM, or a lost draft server that was required."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.count = 0
+        self.by_user = False
+
+    def set(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._event.wait(seconds)
+
+    def check_in(self, progress: Callable[[float], None]) -> Callable[[float], None]:
+        """`progress` that also ends a wait when a stop was asked for."""
+
+        def check(seconds: float) -> None:
+            if self._event.is_set():
+                raise KeyboardInterrupt
+            progress(seconds)
+
+        return check
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        def on_signal(signum: int, frame: FrameType | None) -> None:
+            self.count += 1
+            self.by_user = True
+            self._event.set()
+
+        previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[float], None]]:
+    """The seconds waited on a terminal; one log line elsewhere."""
+    if not sys.stderr.isatty():
+        logger.info("%s", text)
+        yield lambda seconds: None
+        return
+    from tqdm import tqdm
+
+    started = time.monotonic()
+    with tqdm(total=None, desc=text, bar_format="{desc}: {elapsed}", leave=False) as bar:
+        yield lambda seconds: bar.refresh()
+    logger.info("draft server ready after %.0f s", time.monotonic() - started)
+
+
+def _print_help() -> None:
+    os.environ.setdefault("SGLANG_LOG_LEVEL", "error")
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(
+        "python -m sgl_ssd.launch_server",
+        description="Serve a model with Speculative Speculative Decoding in SGLang.",
+        conflict_handler="resolve",
+        allow_abbrev=False,
+    )
+    ServerArgs.add_cli_args(parser)
+    ssd_args.add_ssd_args(parser)
+    parser.print_help()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

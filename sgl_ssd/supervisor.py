@@ -1,0 +1,198 @@
+"""Starts, watches and ends the two server processes. No SGLang import: this process stays small.
+
+The launcher is the parent of both servers and does nothing but wait. Each child leads a session of
+its own, so that Ctrl-C reaches the launcher alone and the order of the end is ours: the target
+first, which must not see its draft server die at a regular end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from sgl_ssd import protocol
+from sgl_ssd.config import DraftServerConfig
+from sgl_ssd.errors import DraftUnavailableError, ProtocolError
+from sgl_ssd.transport import ZmqClient
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STABLE_S = 120.0
+
+
+class Child:
+    """One server process and everything it has started."""
+
+    def __init__(self, argv: list[str], env: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            argv, env=None if env is None else {**os.environ, **env}, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code."""
+        return self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone, if it still runs."""
+        if self.poll() is None:
+            self._process.send_signal(number)
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM to the process; after `grace_s` seconds, SIGKILL to its whole session."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d did not end within %.0f s; killing it", self.pid, grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to what is left of its session."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self._process.wait()
+
+
+def draft_command(config: DraftServerConfig) -> list[str]:
+    """The command that starts a draft server with `config`."""
+    flags: list[tuple[str, object]] = [
+        ("--endpoint", config.endpoint),
+        ("--model-path", config.model_path),
+        ("--num-steps", config.num_steps),
+        ("--fan-out", ",".join(map(str, config.fan_out))),
+        ("--backup", config.backup),
+        ("--max-branch-rows", config.max_branch_rows),
+        ("--device", config.device),
+        ("--base-gpu-id", config.base_gpu_id),
+        ("--dtype", config.dtype),
+        ("--attention-backend", config.attention_backend),
+        ("--mem-fraction-static", config.mem_fraction_static),
+        ("--max-total-tokens", config.max_total_tokens),
+        ("--context-length", config.context_length),
+        ("--max-sessions", config.max_sessions),
+        ("--prefill-chunk", config.prefill_chunk),
+        ("--log-level", config.log_level),
+        ("--http-port", config.http_port),
+        ("--parent-pid", os.getpid()),
+    ]
+    argv = [sys.executable, "-m", "sgl_ssd.draft_server"]
+    for flag, value in flags:
+        if value is not None:
+            argv += [flag, str(value)]
+    if config.trust_remote_code:
+        argv.append("--trust-remote-code")
+    return argv
+
+
+class DraftSupervisor:
+    """One draft server, restarted with growing pauses when it dies on its own."""
+
+    STOP_S = 5.0
+
+    def __init__(self, config: DraftServerConfig, on_lost: Callable[[], None] | None) -> None:
+        """`on_lost`, if given, is called instead of a restart when the draft server dies."""
+        self._config = config
+        self._on_lost = on_lost
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._child = Child(draft_command(config))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_ready(self, timeout_s: float, progress: Callable[[float], None]) -> None:
+        """Wait until it answers, calling `progress` with the seconds waited.
+
+        Raises `DraftUnavailableError` when it dies or `timeout_s` is over.
+        """
+        client = ZmqClient(self._config.endpoint, f"launcher-{uuid.uuid4().hex}".encode())
+        # Any answer will do: "say Hello first" comes from a server that is ready for a Hello.
+        ping = protocol.encode(protocol.Ping(nonce=0))
+        started = time.monotonic()
+        try:
+            while (waited := time.monotonic() - started) < timeout_s:
+                progress(waited)
+                code = self._child.poll()
+                if code is not None:
+                    raise DraftUnavailableError(
+                        f"the draft server ended at start with exit code {code}; its own message "
+                        "is above"
+                    )
+                client.send(ping)
+                frames = client.recv(0.5)
+                if frames is not None:
+                    try:
+                        protocol.decode(frames)
+                    except ProtocolError as e:
+                        raise DraftUnavailableError(f"draft server: {e}") from None
+                    return
+        finally:
+            client.close()
+        raise DraftUnavailableError(
+            f"the draft server was not ready within {timeout_s:.0f} s "
+            "(--ssd-draft-start-timeout); see its log above"
+        )
+
+    def watch(self) -> None:
+        """Restart the process whenever it dies, from a thread of our own."""
+        threading.Thread(target=self._watch, name="draft-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        attempt = 0
+        while True:
+            started = time.monotonic()
+            code = self._child.wait()
+            if self._stopping.is_set():
+                return
+            if self._on_lost is not None:
+                logger.error("draft server ended with exit code %s; stopping", code)
+                self._on_lost()
+                return
+            if time.monotonic() - started > STABLE_S:
+                attempt = 0
+            pause = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
+            attempt += 1
+            logger.warning(
+                "draft server ended with exit code %s; restarting in %.1f s", code, pause
+            )
+            if self._stopping.wait(pause):
+                return
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                self._child = Child(draft_command(self._config))
+
+    def stop(self) -> None:
+        """End the process for good. Idempotent."""
+        self._stopping.set()
+        with self._lock:
+            self._child.stop(self.STOP_S)
+
+
+class TargetProcess(Child):
+    """SGLang's HTTP server with the SSD algorithm."""
+
+    STOP_S = 30.0
+
+    def __init__(self, sglang_argv: list[str]) -> None:
+        super().__init__([sys.executable, "-m", "sgl_ssd.target_server", *sglang_argv])

@@ -1,0 +1,37 @@
+"""`python -m sgl_ssd.target_server`: the target's process, started by `sgl_ssd.launch_server`.
+
+The same as `sglang.launch_server`, plus a check that our plugin is in place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from sgl_ssd.errors import SSDError
+from sgl_ssd.host import load_plugins
+
+
+def main(argv: list[str]) -> int:
+    """Serve until stopped; returns the exit status."""
+    from sglang.srt.utils import kill_itself_when_parent_died, kill_process_tree
+
+    kill_itself_when_parent_died()
+    try:
+        load_plugins()
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import prepare_server_args
+
+        server_args = prepare_server_args(argv)
+    except (SSDError, ValueError) as e:
+        print(f"sgl_ssd: {e}", file=sys.stderr)
+        return 1
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
