@@ -90,9 +90,7 @@ def validate_server_args(server_args: ServerArgs) -> None:
         not server_args.enable_two_batch_overlap,
         "--enable-two-batch-overlap: SSD does not support it",
     )
-    _require(
-        not server_args.enable_pdmux, "--enable-pdmux: SSD does not support it"
-    )
+    _require(not server_args.enable_pdmux, "--enable-pdmux: SSD does not support it")
 
 
 def _require(ok: bool, text: str) -> None:

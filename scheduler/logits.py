@@ -205,8 +205,8 @@ class TargetSampler:
             ids = torch.tensor(sorted(stops), dtype=torch.int64, device=view.device)
             if not stops:
                 continue
-            produced = first_index[i] - len(req.origin_input_ids) + torch.arange(
-                width, device=view.device
+            produced = (
+                first_index[i] - len(req.origin_input_ids) + torch.arange(width, device=view.device)
             )
             early = (produced < p.min_new_tokens)[:, None]
             view[i, :, ids] = torch.where(early, float("-inf"), view[i, :, ids])

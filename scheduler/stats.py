@@ -77,9 +77,7 @@ class SSDStats:
         """For `/server_info`; counts are totals, times are milliseconds."""
         hits = self.outcomes[Status.HIT]
         answers = sum(self.outcomes.values())
-        asked = hits + sum(
-            self.outcomes[s] for s in (Status.PARTIAL, Status.BACKUP, Status.EMPTY)
-        )
+        asked = hits + sum(self.outcomes[s] for s in (Status.PARTIAL, Status.BACKUP, Status.EMPTY))
         return {
             "rounds": self.rounds,
             "drafted": self.drafted,

@@ -24,7 +24,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sgl_ssd.config import VerifierConfig
-from sgl_ssd.errors import ConfigError
+from sgl_ssd.errors import ConfigError, DraftUnavailableError
 from sgl_ssd.sampling import TOP_K_ALL
 from sgl_ssd.scheduler import hooks
 from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
@@ -100,9 +100,7 @@ class SSDWorker(BaseSpecWorker):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        super().alloc_memory_pool(
-            memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator
-        )
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         self.sampler = TargetSampler(
             req_to_token_pool.req_to_token.shape[0],
             self._runner.model_config.vocab_size,
@@ -111,6 +109,17 @@ class SSDWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._plain.capture()
+        self._wait_for_draft_server()
+
+    def _wait_for_draft_server(self) -> None:
+        """Begin to serve with drafts, or say clearly that there are none."""
+        client, limit = self.client, self.config.draft_start_timeout_s
+        if client is None or not self.drafting or client.wait_until_up(limit):
+            return
+        text = f"no draft server on {self.config.endpoint} within {limit:.0f} s"
+        if self.config.draft_required:
+            raise DraftUnavailableError(f"{text} (--ssd-draft-required)")
+        logger.warning("%s; serving without drafts until it comes up", text)
 
     def clear_cache_pool(self) -> None:
         """SGLang has flushed its cache; the draft server forgets its own."""
@@ -291,9 +300,7 @@ class SSDWorker(BaseSpecWorker):
             return self.speculative_num_draft_tokens
         return int(lens.max()) + 1
 
-    def _forward(
-        self, batch: Any, chain: torch.Tensor, seq_lens: torch.Tensor
-    ) -> tuple[Any, bool]:
+    def _forward(self, batch: Any, chain: torch.Tensor, seq_lens: torch.Tensor) -> tuple[Any, bool]:
         """The target over `chain` int64 [bs, width], whose KV goes behind `seq_lens` tokens."""
         width = chain.shape[1]
         columns = seq_lens[:, None] + torch.arange(width, device=self.device)

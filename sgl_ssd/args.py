@@ -28,7 +28,6 @@ class LaunchPlan:
     verifier: VerifierConfig
     sglang_argv: list[str]
     trust_remote_code: bool
-    draft_start_timeout_s: float
 
 
 def add_ssd_args(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +58,9 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     add(
-        "--ssd-drafting", choices=("on", "off"), default="on",
+        "--ssd-drafting",
+        choices=("on", "off"),
+        default="on",
         help="off: the same verifier without any drafts (default: %(default)s)",
     )
     add(
@@ -68,27 +69,40 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         "instead of starting one",
     )  # fmt: skip
     add(
-        "--ssd-draft-required", action="store_true",
+        "--ssd-draft-required",
+        action="store_true",
         help="stop when the draft server is lost, instead of serving on without drafts",
     )
     add(
-        "--ssd-draft-timeout-ms", type=float, metavar="MS",
+        "--ssd-draft-timeout-ms",
+        type=float,
+        metavar="MS",
         help="longest wait for drafts in a round (default: from measured times)",
     )
     add(
-        "--ssd-draft-start-timeout", type=float, default=600.0, metavar="S",
+        "--ssd-draft-start-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
         help="longest wait for the draft server at start, in seconds (default: %(default)s)",
     )
     add(
-        "--ssd-draft-device", default="auto", metavar="DEVICE",
+        "--ssd-draft-device",
+        default="auto",
+        metavar="DEVICE",
         help="cuda or cpu (default: the target's)",
     )
     add(
-        "--ssd-draft-base-gpu-id", type=int, metavar="ID",
+        "--ssd-draft-base-gpu-id",
+        type=int,
+        metavar="ID",
         help="GPU of the draft server (default: the one after the target's)",
     )
     add(
-        "--ssd-max-branch-rows", type=int, default=256, metavar="N",
+        "--ssd-max-branch-rows",
+        type=int,
+        default=256,
+        metavar="N",
         help="most rows in one step of the draft model, over all requests (default: %(default)s)",
     )
     add("--ssd-draft-dtype", default="auto", metavar="DTYPE", help="dtype of the draft model")
@@ -98,12 +112,16 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         help="share of the draft GPU's memory for weights and KV",
     )  # fmt: skip
     add(
-        "--ssd-draft-max-total-tokens", type=int, metavar="N",
+        "--ssd-draft-max-total-tokens",
+        type=int,
+        metavar="N",
         help="size of the draft's KV pool in tokens",
     )
     add("--ssd-draft-context-length", type=int, metavar="N", help="context of the draft model")
     add(
-        "--ssd-draft-http-port", type=int, metavar="PORT",
+        "--ssd-draft-http-port",
+        type=int,
+        metavar="PORT",
         help="serve the draft server's own /health and /metrics on this loopback port",
     )
 
@@ -155,6 +173,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         drafting=ours.ssd_drafting == "on",
         draft_timeout_ms=ours.ssd_draft_timeout_ms,
         draft_required=ours.ssd_draft_required,
+        draft_start_timeout_s=ours.ssd_draft_start_timeout,
     )
     server = None
     if ours.ssd_draft_endpoint is None:
@@ -171,7 +190,9 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
             max_branch_rows=ours.ssd_max_branch_rows,
             device=device,
             base_gpu_id=theirs.base_gpu_id + theirs.tp_size if gpu is None else gpu,
-            dtype=ours.ssd_draft_dtype if ours.ssd_draft_dtype != "auto" else theirs.dtype or "auto",
+            dtype=ours.ssd_draft_dtype
+            if ours.ssd_draft_dtype != "auto"
+            else theirs.dtype or "auto",
             attention_backend=ours.ssd_draft_attention_backend,
             mem_fraction_static=ours.ssd_draft_mem_fraction_static,
             max_total_tokens=ours.ssd_draft_max_total_tokens,
@@ -192,5 +213,4 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         verifier=verifier,
         sglang_argv=sglang_argv,
         trust_remote_code=theirs.trust_remote_code,
-        draft_start_timeout_s=ours.ssd_draft_start_timeout,
     )

@@ -68,10 +68,15 @@ class VerifierConfig:
     drafting: bool = True
     draft_timeout_ms: float | None = None
     draft_required: bool = False
+    draft_start_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_endpoint(self.endpoint)
         _check_common(self.num_steps, self.backup, 1)
+        _require(
+            self.draft_start_timeout_s > 0,
+            f"--ssd-draft-start-timeout {self.draft_start_timeout_s}: must be positive",
+        )
         check_fan_out(self.fan_out, self.num_steps)
         _require(
             self.draft_timeout_ms is None or self.draft_timeout_ms > 0,

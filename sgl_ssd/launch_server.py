@@ -74,7 +74,7 @@ def _serve(plan: ssd_args.LaunchPlan) -> int:
             target = TargetProcess(plan.sglang_argv)
             if draft is not None:
                 with _progress("waiting for the draft server") as progress:
-                    draft.wait_ready(plan.draft_start_timeout_s, stop.check_in(progress))
+                    draft.wait_ready(plan.verifier.draft_start_timeout_s, stop.check_in(progress))
                 draft.watch()
             logger.info(
                 "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, drafting %s",

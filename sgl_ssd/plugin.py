@@ -41,6 +41,4 @@ def _register_ssd() -> None:
 
     from sgl_ssd.scheduler.scheduler import SSDScheduler
 
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler", SSDScheduler, HookType.REPLACE
-    )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler", SSDScheduler, HookType.REPLACE)

@@ -231,9 +231,7 @@ class Speculations(Message, kw_only=True):
                 bool(((status >= 0) & (status <= max(Status))).all()),
                 "Speculations: unknown status",
             )
-            _require(
-                bool(((num >= 0) & (num <= self.num_steps)).all()), "Speculations: bad length"
-            )
+            _require(bool(((num >= 0) & (num <= self.num_steps)).all()), "Speculations: bad length")
 
 
 class Error(Message, kw_only=True):

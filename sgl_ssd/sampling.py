@@ -156,14 +156,10 @@ def filter_scores(scores: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     )
     # A greedy row keeps everything: it takes the greatest logit anyway.
     drop &= (rows.temperature > 0)[:, None]
-    return scores.masked_fill(
-        torch.empty_like(drop).scatter_(-1, index, drop), float("-inf")
-    )
+    return scores.masked_fill(torch.empty_like(drop).scatter_(-1, index, drop), float("-inf"))
 
 
-def coupled_scores(
-    logits: torch.Tensor, rows: RowSampling, position: torch.Tensor
-) -> torch.Tensor:
+def coupled_scores(logits: torch.Tensor, rows: RowSampling, position: torch.Tensor) -> torch.Tensor:
     """Scores whose greatest entry is the token, and whose next ones are the next guesses.
 
     Args:
@@ -185,9 +181,7 @@ def coupled_scores(
     return torch.where(drawn[:, None], scores + noise, scores)
 
 
-def coupled_sample(
-    logits: torch.Tensor, rows: RowSampling, position: torch.Tensor
-) -> torch.Tensor:
+def coupled_sample(logits: torch.Tensor, rows: RowSampling, position: torch.Tensor) -> torch.Tensor:
     """The token of each row: int64 [N]. See `coupled_scores`."""
     return coupled_scores(logits, rows, position).argmax(dim=-1)
 
