@@ -14,30 +14,12 @@ from sgl_ssd.errors import PairMismatchError
 
 # Layers whose state cannot be rolled back to an earlier token, so rejected drafts cannot be undone.
 _RECURRENT_MODEL_TYPES = frozenset(
-    [
-        "mamba",
-        "mamba2",
-        "falcon_mamba",
-        "jamba",
-        "bamba",
-        "falcon_h1",
-        "granitemoehybrid",
-        "nemotron_h",
-        "qwen3_next",
-        "qwen3_5",
-        "lfm2",
-        "lfm2_moe",
-        "zamba",
-        "zamba2",
-        "rwkv",
-        "recurrent_gemma",
-        "kimi_linear",
-        "minimax",
-        "bailing_hybrid",
-        "plamo2",
-        "xlstm",
-    ]
-)
+    (
+        "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "falcon_h1", "granitemoehybrid",
+        "nemotron_h", "qwen3_next", "qwen3_5", "lfm2", "lfm2_moe", "zamba", "zamba2", "rwkv",
+        "recurrent_gemma", "kimi_linear", "minimax", "bailing_hybrid", "plamo2", "xlstm",
+    )
+)  # fmt: skip
 _RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "mamba", "recurrent", "conv", "ssm"))
 
 

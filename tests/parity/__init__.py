@@ -1,0 +1,1 @@
+"""Equality of outputs: drafting on, drafting off, plain SGLang. See `docs/exactness.md`."""
