@@ -1,0 +1,145 @@
+"""`python -m sgl_ssd.draft_server`: one draft model, served to verifiers until SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from sgl_ssd.draft_server.args import ProcessOptions, parse_args
+from sgl_ssd.errors import SSDError
+
+if TYPE_CHECKING:
+    from sgl_ssd.config import DraftServerConfig
+    from sgl_ssd.draft_server.server import DraftServer
+
+logger = logging.getLogger("sgl_ssd.draft_server")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the draft server; returns the exit code."""
+    try:
+        config, options = parse_args(argv)
+        logging.basicConfig(
+            level=config.log_level.upper(),
+            format="[%(asctime)s draft_server] %(levelname)s: %(message)s",
+        )
+        return serve(config, options)
+    except SSDError as e:
+        print(f"draft server: {e}", file=sys.stderr)
+        return 2
+
+
+def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
+    """Load the model, listen, serve until SIGTERM or SIGINT.
+
+    Raises `SSDError` when it cannot start.
+    """
+    import setproctitle
+
+    setproctitle.setproctitle("sgl_ssd::draft_server")
+    stop = _StopSignals()
+    _watch_parent(options)
+    server, close = _build(config, options)
+    stop.server = server
+    try:
+        if not stop.seen:
+            server.run()
+    finally:
+        close()
+    logger.info("draft server stopped")
+    return 0
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT end the loop; a second one, or one during the start, ends the process."""
+
+    def __init__(self) -> None:
+        self.server: DraftServer | None = None
+        self.seen = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.server is None or self.seen:
+            os._exit(0)
+        self.seen = True
+        self.server.stop()
+
+
+def _watch_parent(options: ProcessOptions) -> None:
+    if not options.die_with_parent and options.parent_pid is None:
+        return
+    from sgl_ssd.draft_server.parent import exit_with
+
+    exit_with(options.parent_pid if options.parent_pid is not None else os.getppid())
+
+
+def _build(config: DraftServerConfig, options: ProcessOptions) -> tuple[DraftServer, object]:
+    """The server on its endpoint, and what closes it."""
+    from dataclasses import replace
+
+    from sgl_ssd.draft_server.device import default_dtype, prepare_device
+
+    device = prepare_device(config.device, options.num_threads)
+    config = replace(config, device=device, dtype=default_dtype(config.dtype, device))
+    from sgl_ssd.draft_server.engine import DraftEngine
+    from sgl_ssd.draft_server.runner import DraftRunner
+    from sgl_ssd.draft_server.server import DraftServer
+    from sgl_ssd.protocol import Ready
+    from sgl_ssd.transport import ZmqServer
+    from sgl_ssd.vocabulary import check_rollback, read_vocabulary
+
+    check_rollback(config.model_path, "draft")
+    vocabulary = read_vocabulary(config.model_path, config.trust_remote_code)
+    channel = ZmqServer(config.endpoint)  # before the slow part: a taken endpoint fails at once
+    runner = DraftRunner(config)
+    vocab_size = min(vocabulary.size, runner.vocab_size)
+    engine = DraftEngine(
+        runner,
+        num_steps=config.num_steps,
+        fan_out=config.fan_out,
+        max_branch_rows=config.max_branch_rows,
+        max_sessions=config.max_sessions,
+        prefill_chunk=config.prefill_chunk,
+        vocab_limit=vocab_size,
+    )
+    ready = Ready(
+        server=f"draft@{os.uname().nodename}:{os.getpid()}",
+        model_path=config.model_path,
+        num_steps=config.num_steps,
+        context_len=runner.context_len,
+        vocab_size=vocab_size,
+        vocab_hash=vocabulary.fingerprint,
+        fan_out=config.fan_out,
+        backup=config.backup,
+        max_branch_rows=engine.cap,
+        device=runner.device.type,
+    )
+    server = DraftServer(
+        channel, engine, ready, max_sessions=config.max_sessions, lease_s=config.lease_s
+    )
+    http = None
+    if config.http_port is not None:
+        from sgl_ssd.draft_server.http import HttpSide
+
+        http = HttpSide(config.http_port, server.summary)
+
+    def close() -> None:
+        channel.close()
+        if http is not None:
+            http.close()
+
+    print(
+        f"draft server ready: {config.endpoint}, {config.model_path} on {runner.device.type}, "
+        f"K={config.num_steps}, fan-out {config.fan_out}, {runner.num_slots} KV tokens, "
+        f"context {runner.context_len}",
+        flush=True,
+    )
+    return server, close
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Which branches to build, and how the branches of all sessions share one decode step.
+
+numpy only: shapes and orders are decided here, the engine carries them to the device.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sgl_ssd.draft_server.speculation_cache import UNKNOWN_ROOT, SpeculationCache
+from sgl_ssd.fan_out import fit_budget
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A branch to be: bonus token `root` after `depth` accepted drafts.
+
+    A *late* fork's root is not known yet: it will be number `rank` of the guesses that feeding the
+    tail yields, the chain's own next token left out.
+    """
+
+    depth: int
+    root: int
+    rank: int = 0
+
+    @property
+    def late(self) -> bool:
+        return self.root == UNKNOWN_ROOT
+
+
+def fan_out_for(fan_out: Sequence[int], answered: int, budget: int, limit: int) -> list[int]:
+    """Branches per depth 0..answered, for a chain of which `answered` drafts are being verified.
+
+    The last depth gets the greatest of what the list gives to it and below: nothing lies deeper.
+    Sum at most `budget`, each entry at most `limit`.
+    """
+    wanted = [*fan_out[:answered], max(fan_out[answered:], default=0)]
+    return fit_budget([min(f, limit) for f in wanted], budget)
+
+
+def exclude_on_host(ids: np.ndarray, excluded: int) -> list[int]:
+    """`ids` ([width]) without `excluded`."""
+    return [t for t in ids.tolist() if t != excluded]
+
+
+def plan_forks(cache: SpeculationCache, fan_out: Sequence[int], late: bool) -> list[Fork]:
+    """The forks missing in `cache` for `fan_out` (depths 0..answered), shallow ones first.
+
+    `late`: the guesses that are missing will be there after the coming step.
+    """
+    have = np.bincount(cache.depth[cache.alive], minlength=len(fan_out))
+    forks = []
+    for depth, count in enumerate(fan_out):
+        want = count - int(have[depth])
+        if want <= 0:
+            continue
+        if depth >= len(cache.guesses):
+            if late:
+                forks += [Fork(depth, UNKNOWN_ROOT, rank) for rank in range(want)]
+            continue
+        own = cache.chain[depth] if depth < len(cache.chain) else UNKNOWN_ROOT
+        fresh = dict.fromkeys(
+            t
+            for t in exclude_on_host(cache.guesses[depth], own)
+            if (depth, t) not in cache.index
+        )
+        forks += [Fork(depth, t) for t in list(fresh)[:want]]
+    return forks
+
+
+@dataclass
+class Feed:
+    """Known tokens to be fed on the home row, one lane each, in one step.
+
+    Positions `start` to `end - 1`. `late` tells which branches get their root from which lane.
+    """
+
+    start: int
+    end: int
+    tokens: np.ndarray  # int64 [end - start]
+    generation: int
+    late: list[LateRoots] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LateRoots:
+    """Branches whose roots are the guesses after position `position`, by rank.
+
+    `excluded`: the chain's own token there, or `UNKNOWN_ROOT`.
+    """
+
+    position: int
+    excluded: int
+    branches: np.ndarray  # int64 [N]
+    rows: np.ndarray  # int64 [N]
+
+
+def make_feed(
+    tokens: array[int], chain: Sequence[int], start: int, end: int, generation: int
+) -> Feed:
+    """Feed positions start..end-1 of the text followed by the chain."""
+    n = len(tokens)
+    known = [*tokens[start:end], *chain[max(0, start - n) : max(0, end - n)]]
+    return Feed(start, end, np.array(known, np.int64), generation)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One session's share of a step: feed lanes first, then one lane a branch."""
+
+    draft: Any
+    offset: int
+    feed: Feed | None
+    branches: np.ndarray  # int64 [N]
+    step: np.ndarray  # int64 [N]: which of a branch's tokens this is
+
+    @property
+    def num_feed(self) -> int:
+        return self.feed.end - self.feed.start if self.feed else 0
+
+
+class StepBatch:
+    """The lanes of one decode step: sessions add themselves until the cap is reached."""
+
+    def __init__(self, cap: int, scratch: int) -> None:
+        self.cap = cap
+        self._scratch = scratch  # first of the lane ids that belong to no row
+        self.size = 0
+        self.parts: list[Part] = []
+        self._lanes: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
+        self._positions: list[np.ndarray] = []
+        self._sessions: list[np.ndarray] = []
+        # Tokens to write before the step: known ones (lane, token) ...
+        self._known: list[tuple[np.ndarray, np.ndarray]] = []
+        # ... and after it, late roots: (lane to read, rank, row to write, excluded).
+        self.late: list[tuple[int, LateRoots]] = []
+
+    def add(self, draft: Any, feed: Feed | None) -> bool:
+        """Put the session's runnable lanes in; False if that would exceed the cap."""
+        cache, row = draft.cache, draft.kv.row
+        branches = cache.runnable()
+        num_feed = feed.end - feed.start if feed else 0
+        n = num_feed + len(branches)
+        if n == 0 or (self.size and self.size + n > self.cap):
+            return n == 0
+        if feed:
+            lanes = self._scratch + self.size + np.arange(num_feed)
+            self._append(lanes, np.full(num_feed, row), np.arange(feed.start, feed.end))
+            self._known.append((lanes, feed.tokens))
+            for late in feed.late:
+                self.late.append((self.size + late.position - feed.start, late))
+        step = cache.launched[branches]
+        rows = cache.row[branches]
+        fresh = (step == 0) & (cache.root[branches] != UNKNOWN_ROOT)
+        if fresh.any():
+            self._known.append((rows[fresh], cache.root[branches[fresh]]))
+        self._append(rows, rows, cache.start[branches] + step)
+        self._sessions.append(np.full(n, row))
+        self.parts.append(Part(draft, self.size, feed, branches, step))
+        self.size += n
+        return True
+
+    def _append(self, lanes: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> None:
+        self._lanes.append(lanes)
+        self._rows.append(rows)
+        self._positions.append(positions)
+
+    def packed(self) -> np.ndarray:
+        """int64 [4, N]: lanes, rows, positions, sessions."""
+        return np.stack(
+            [
+                np.concatenate(x)
+                for x in (self._lanes, self._rows, self._positions, self._sessions)
+            ]
+        )
+
+    def known_tokens(self) -> np.ndarray | None:
+        """int64 [2, M]: lanes and the tokens they start with."""
+        if not self._known:
+            return None
+        return np.stack([np.concatenate(x) for x in zip(*self._known, strict=True)])
+
+    def late_roots(self) -> np.ndarray | None:
+        """int64 [3, M]: lane number in this step, rank, row that gets the token."""
+        if not self.late:
+            return None
+        lane = np.concatenate([np.full(len(x.rows), at) for at, x in self.late])
+        rank = np.concatenate([np.arange(len(x.rows)) for _, x in self.late])
+        return np.stack([lane, rank, np.concatenate([x.rows for _, x in self.late])])
+
+    def excluded(self) -> np.ndarray | None:
+        """int64 [N]: which id may not be a root after each lane; None if nothing is excluded."""
+        if all(x.excluded == UNKNOWN_ROOT for _, x in self.late):
+            return None
+        excluded = np.full(self.size, UNKNOWN_ROOT)
+        for at, late in self.late:
+            excluded[at] = late.excluded
+        return excluded

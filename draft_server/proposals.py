@@ -1,0 +1,157 @@
+"""From logits to token ids: the draft's own token and its next-best guesses, drawn coupled.
+
+Everything a step needs stays on the device: the next input token of every *lane* (a branch row, a
+home row, or a scratch entry), the sessions' sampling parameters, the chosen ids. The host reads the
+ids when they have arrived in its memory. Torch only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_ssd.sampling import TOP_K_ALL, RowSampling, coupled_scores
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """A request's sampling as the draft needs it; see `protocol.Open`."""
+
+    temperature: float = 0.0
+    top_k: int = TOP_K_ALL
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    bias_ids: np.ndarray | None = None  # int32 [M]
+    bias_values: np.ndarray | None = None  # float32 [M]
+    vocab_limit: int = 1 << 30  # ids from here on are never proposed
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= 0
+
+    @property
+    def filters(self) -> bool:
+        return not self.greedy and (
+            self.top_k < TOP_K_ALL or self.top_p < 1.0 or self.min_p > 0.0
+        )
+
+
+class HostCopy:
+    """Device ids on their way to the host."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._event = None
+        if ids.device.type == "cpu":
+            self._host = ids
+        else:
+            self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self._host.copy_(ids, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def get(self) -> np.ndarray:
+        """The ids, waiting for them if need be."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+
+class Proposer:
+    """The sampler of all sessions, and the token each lane is to be fed next."""
+
+    def __init__(
+        self, device: torch.device, vocab_size: int, num_sessions: int, num_lanes: int, width: int
+    ) -> None:
+        self.device = device
+        self.vocab_size = vocab_size
+        self.width = min(width, vocab_size)
+        self.next_token = torch.zeros(num_lanes, dtype=torch.int64, device=device)
+        self._params: list[SamplingParams] = [SamplingParams()] * num_sessions
+        self._bias: dict[int, torch.Tensor] = {}
+        self._sampling = RowSampling.of(
+            [0.0] * num_sessions, [TOP_K_ALL] * num_sessions, [1.0] * num_sessions,
+            [0.0] * num_sessions, [0] * num_sessions, device,
+        )  # fmt: skip
+
+    def set_session(self, index: int, params: SamplingParams) -> None:
+        """Session `index` (its place in the tables) draws with `params` from now on."""
+        self._params[index] = params
+        table = self._sampling
+        table.temperature[index] = params.temperature
+        table.top_k[index] = min(params.top_k, TOP_K_ALL)
+        table.top_p[index] = params.top_p
+        table.min_p[index] = params.min_p
+        table.seed[index] = params.seed
+        self._bias.pop(index, None)
+        if params.bias_ids is not None and len(params.bias_ids):
+            dense = np.zeros(self.vocab_size, np.float32)
+            known = (params.bias_ids >= 0) & (params.bias_ids < self.vocab_size)
+            np.add.at(dense, params.bias_ids[known], params.bias_values[known])  # type: ignore[index]
+            self._bias[index] = torch.from_numpy(dense).to(self.device)
+
+    def propose(
+        self, logits: torch.Tensor, sessions: np.ndarray, session_ids: torch.Tensor,
+        position: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """The `width` best-scored ids of each row, best first: int64 [N, width].
+
+        logits float [N, V]; `sessions` int64 [N] on the host and `session_ids` the same on the
+        device; `position` int64 [N]: the absolute index of the token to be drawn.
+        """
+        present = set(sessions.tolist())
+        logits = self._add_bias(logits, sessions, present)
+        logits = self._mask(logits, sessions, present)
+        params = [self._params[s] for s in present]
+        rows = self._sampling
+        if not all(p.greedy for p in params):
+            rows = rows.select(session_ids)
+        rows.all_greedy = all(p.greedy for p in params)
+        rows.any_filter = any(p.filters for p in params)
+        scores = coupled_scores(logits, rows, position)
+        ids = scores.topk(min(self.width, scores.shape[1]), dim=-1).indices
+        if ids.shape[1] < self.width:
+            ids = torch.nn.functional.pad(ids, (0, self.width - ids.shape[1]))
+        return ids
+
+    def _add_bias(
+        self, logits: torch.Tensor, sessions: np.ndarray, present: set[int]
+    ) -> torch.Tensor:
+        biased = present & self._bias.keys()
+        if not biased:
+            return logits
+        logits = logits.float().clone()
+        for session in biased:
+            where = torch.from_numpy(np.flatnonzero(sessions == session)).to(self.device)
+            logits[where] += self._bias[session]
+        return logits
+
+    def _mask(
+        self, logits: torch.Tensor, sessions: np.ndarray, present: set[int]
+    ) -> torch.Tensor:
+        """Without ids that the target, or the draft's tokenizer, does not have."""
+        limits = {min(self._params[s].vocab_limit, self.vocab_size) for s in present}
+        logits = logits[:, : max(limits)]
+        if len(limits) == 1:
+            return logits
+        limit = torch.tensor(
+            [min(self._params[s].vocab_limit, self.vocab_size) for s in sessions.tolist()],
+            device=self.device,
+        )
+        column = torch.arange(logits.shape[1], device=self.device)
+        return logits.masked_fill(column >= limit[:, None], float("-inf"))
+
+
+def excluding(ids: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
+    """Each row of `ids` ([N, width]) without its entry of `excluded` ([N]), which moves to the end.
+
+    The others keep their order. The same as
+    `branches.exclude_on_host`.
+    """
+    match = (ids == excluded[:, None]).to(torch.int8)
+    return ids.gather(1, match.sort(dim=1, stable=True).indices)

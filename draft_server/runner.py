@@ -1,0 +1,199 @@
+"""SGLang's `ModelRunner` without SGLang's scheduler: the only place that runs the draft model.
+
+It knows rows of `req_to_token`, positions and tokens; nothing of sessions or speculation.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sgl_ssd.config import DraftServerConfig
+from sgl_ssd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """One decode step, one token a lane. All int64 [N], on the device.
+
+    `rows`: rows of `req_to_token`, whose slots up to and including the position are filled.
+    Several lanes may share a row at different positions: the KV of all lanes of a step is written
+    before any of them attends, so a run of known tokens can be fed in one step.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    positions_host: np.ndarray
+
+
+def graph_sizes(cap: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then multiples of 8, coarser from 64 on, up to `cap`."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
+    return sorted({s for s in sizes if s < cap} | {cap})
+
+
+class DraftRunner:
+    """The draft model, its KV pool and the row table.
+
+    Raises `ConfigError` for a model or device that cannot serve as a draft.
+    """
+
+    def __init__(self, config: DraftServerConfig) -> None:
+        args = _server_args(config)
+        _publish(args)
+        model_config = ModelConfig.from_server_args(args)
+        runner = ModelRunner(
+            model_config=model_config,
+            mem_fraction_static=args.mem_fraction_static,
+            gpu_id=config.base_gpu_id,
+            ps=ParallelState.trivial(gpu_id=config.base_gpu_id),
+            nccl_port=PortArgs.init_new(args).nccl_port,
+            server_args=args,
+        )
+        runner.alloc_memory_pool()
+        if getattr(runner, "is_hybrid_swa", False) or getattr(runner, "mambaish_config", None):
+            raise ConfigError(
+                f"--model-path {config.model_path}: a draft needs one plain KV pool for all layers "
+                "(no recurrent layers, no separate sliding-window pool)"
+            )
+        runner.init_attention_backends()
+        runner.init_cuda_graphs()
+        self._runner = runner
+        self.device = torch.device(runner.device)
+        self.model_path = config.model_path
+        self.vocab_size = int(model_config.vocab_size)
+        self.context_len = int(model_config.context_len)
+        self.num_slots = int(runner.max_total_num_tokens)
+        self._req_to_token = runner.req_to_token_pool.req_to_token
+        self.num_rows, self.row_width = self._req_to_token.shape
+        self._flat_rows = self._req_to_token.view(-1)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """`array` on the device, without waiting for it."""
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def write_rows(self, groups: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Carry out what `KVSpace.take_writes` returned."""
+        for flat, slots in groups:
+            self._flat_rows[self.put(flat)] = self.put(slots)
+
+    @torch.inference_mode()
+    def decode(self, lanes: Lanes, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed one token (int64 [N]) a lane; returns logits [N, V], valid until the next forward."""
+        seq_lens = lanes.positions + 1
+        seq_lens_cpu = torch.from_numpy(lanes.positions_host + 1)
+        n = len(lanes.positions_host)
+        batch = _batch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=n,
+            input_ids=tokens,
+            req_pool_indices=lanes.rows,
+            seq_lens=seq_lens,
+            out_cache_loc=self._req_to_token[lanes.rows, lanes.positions].to(torch.int64),
+            seq_lens_sum=int(lanes.positions_host.sum()) + n,
+            seq_lens_cpu=seq_lens_cpu,
+            positions=lanes.positions,
+            orig_seq_lens=seq_lens.to(torch.int32),
+            num_token_non_padded_cpu=n,
+        )
+        return self._runner.forward(batch).logits_output.next_token_logits
+
+    @torch.inference_mode()
+    def extend(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> torch.Tensor:
+        """Feed `lengths[i]` known tokens to row i from position `starts[i]` on.
+
+        rows, starts, lengths int64 [B]; tokens int64 [sum of lengths]. Returns the logits after
+        each row's last token: [B, V].
+        """
+        ends = starts + lengths
+        offsets = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        positions = np.arange(len(tokens)) + np.repeat(starts - offsets, lengths)
+        row_of_token, position = self.put(np.repeat(rows, lengths)), self.put(positions)
+        as_int32 = [self.put(x.astype(np.int32)) for x in (lengths, starts, offsets, ends)]
+        batch = _batch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(rows),
+            input_ids=self.put(tokens),
+            req_pool_indices=self.put(rows),
+            seq_lens=self.put(ends),
+            out_cache_loc=self._req_to_token[row_of_token, position].to(torch.int64),
+            seq_lens_sum=int(ends.sum()),
+            seq_lens_cpu=torch.from_numpy(ends),
+            positions=position,
+            orig_seq_lens=as_int32[3],
+            num_token_non_padded_cpu=len(tokens),
+            extend_num_tokens=len(tokens),
+            extend_seq_lens=as_int32[0],
+            extend_prefix_lens=as_int32[1],
+            extend_start_loc=as_int32[2],
+            extend_prefix_lens_cpu=starts.tolist(),
+            extend_seq_lens_cpu=lengths.tolist(),
+            extend_logprob_start_lens_cpu=[0] * len(rows),
+        )
+        return self._runner.forward(batch).logits_output.next_token_logits
+
+
+def _batch(**fields: Any) -> ForwardBatch:
+    return ForwardBatch(
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        return_logprob=False,
+        **fields,
+    )
+
+
+def _server_args(config: DraftServerConfig) -> ServerArgs:
+    rows = config.max_sessions + config.max_branch_rows
+    options: dict[str, Any] = dict(
+        model_path=config.model_path,
+        trust_remote_code=config.trust_remote_code,
+        dtype=config.dtype,
+        context_length=config.context_length,
+        page_size=1,
+        max_running_requests=rows,
+        max_total_tokens=config.max_total_tokens,
+        mem_fraction_static=config.mem_fraction_static,
+        attention_backend=config.attention_backend,
+        base_gpu_id=config.base_gpu_id,
+        chunked_prefill_size=config.prefill_chunk,
+        disable_overlap_schedule=True,
+        disable_hybrid_swa_memory=True,
+        skip_server_warmup=True,
+        log_level=config.log_level,
+    )
+    if config.device != "auto":
+        options["device"] = config.device
+    if config.device == "cpu":
+        options["disable_cuda_graph"] = True
+    else:
+        options["cuda_graph_backend_prefill"] = "disabled"
+        options["cuda_graph_bs_decode"] = graph_sizes(config.max_branch_rows)
+    return ServerArgs(**options)
+
+
+def _publish(args: ServerArgs) -> None:
+    """SGLang's layers read its arguments from a place of their own."""
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(args)

@@ -1,0 +1,289 @@
+"""The speculation cache of one session: outcome -> speculation, as a tree below the committed text.
+
+The *trunk* is the chain in flight: `chain[0..L-1]` are the drafts after the last committed token b.
+At depth k of the trunk hang the *branches* for the outcome "k drafts accepted, then bonus token t":
+root t, then the tokens drafted after it. The key (k, t) is thus a path, and news of committed
+tokens is a walk by tokens:
+
+* it ends at a branch root: a hit, the branch becomes the new trunk;
+* it ends on the trunk or inside a branch: partial, what lies below is the new trunk;
+* it falls off: a miss, nothing below it is known.
+
+*Guesses* are what the draft thought at a position: the ids of its `width` best-scored tokens there,
+best first. `guesses[k]` belongs to depth k (the token after b, s1..sk) and exists once that prefix
+has been fed to the model: `len(guesses)` may exceed the chain by the tail's guesses. Fork tokens
+come from guesses, so a branch that becomes the trunk brings its own along.
+
+KV: feeding the token at one node yields the guesses for the next, so a branch with `length` drafted
+tokens has KV for exactly `length` nodes (root, then all drafted tokens but the last), held by the
+first `length` of its slots. Slots and pool rows are plain numbers here: who owns them is told in
+the result of `reroot`, which the engine carries out.
+
+numpy only. A branch keeps its index while the cache object lives (results of a step in flight refer
+to it); dropped ones are only marked until `compact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+UNKNOWN_ROOT = -1
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How far a path of tokens goes down the tree.
+
+    `trunk` tokens lie on the trunk; if `branch` >= 0 the next one is that branch's root and
+    `inside` further ones lie in it. `complete`: the path did not fall off.
+    """
+
+    trunk: int
+    branch: int
+    inside: int
+    complete: bool
+
+    @property
+    def matched(self) -> int:
+        """Tokens of the path that lie in the tree."""
+        return self.trunk + (1 + self.inside if self.branch >= 0 else 0)
+
+
+@dataclass(frozen=True)
+class Reroot:
+    """What a re-rooting frees and moves.
+
+    `moved`: slots (int32) that now hold the KV of the tokens after the trunk part of the path, in
+    order: they become the session's. `freed`: slots that hold nothing any more. `rows`: pool rows
+    of dropped branches.
+    """
+
+    moved: np.ndarray
+    freed: np.ndarray
+    rows: np.ndarray
+
+
+class SpeculationCache:
+    """See the module. Arrays are over branches; B of them, `num_steps` K tokens at most each."""
+
+    def __init__(self, num_steps: int, width: int) -> None:
+        self.num_steps = num_steps
+        self.width = width
+        self.chain: list[int] = []
+        self.guesses: list[np.ndarray] = []
+        self.in_flight = 0
+        self._clear_branches()
+
+    def _clear_branches(self) -> None:
+        self.index: dict[tuple[int, int], int] = {}
+        self.depth = np.zeros(0, np.int64)
+        self.root = np.zeros(0, np.int64)
+        self.row = np.zeros(0, np.int64)
+        self.start = np.zeros(0, np.int64)  # absolute position of the root
+        self.length = np.zeros(0, np.int64)  # drafted tokens that the host knows
+        self.launched = np.zeros(0, np.int64)  # ... that the device was asked for
+        self.goal = np.zeros(0, np.int64)
+        self.waiting = np.zeros(0, bool)  # the root is not known on the device yet
+        self.alive = np.zeros(0, bool)
+        self.tokens = np.zeros((0, self.num_steps), np.int64)
+        self.ids = np.zeros((0, self.num_steps, self.width), np.int64)
+        self.slots = np.zeros((0, self.num_steps), np.int32)  # the first `goal` of a row are real
+
+    # -- building ------------------------------------------------------------------------------
+
+    def add(
+        self,
+        depth: np.ndarray,
+        root: np.ndarray,
+        row: np.ndarray,
+        start: np.ndarray,
+        goal: np.ndarray,
+        slots: np.ndarray,
+    ) -> np.ndarray:
+        """Hang up branches (all arrays [N], `slots` int32 [N, K]); returns their indices [N].
+
+        A root of `UNKNOWN_ROOT` waits for `name_roots`.
+        """
+        n, first = len(depth), len(self.depth)
+        zeros = np.zeros(n, np.int64)
+        for name, values in (
+            ("depth", depth), ("root", root), ("row", row), ("start", start), ("goal", goal),
+            ("length", zeros), ("launched", zeros), ("waiting", root == UNKNOWN_ROOT),
+            ("alive", np.ones(n, bool)), ("slots", slots),
+            ("tokens", np.zeros((n, self.num_steps), np.int64)),
+            ("ids", np.zeros((n, self.num_steps, self.width), np.int64)),
+        ):  # fmt: skip
+            setattr(self, name, np.concatenate((getattr(self, name), values)))
+        for i, (k, t) in enumerate(zip(depth.tolist(), root.tolist(), strict=True)):
+            if t != UNKNOWN_ROOT:
+                self.index[k, t] = first + i
+        return np.arange(first, first + n)
+
+    def name_roots(self, branches: np.ndarray, roots: np.ndarray) -> None:
+        """The roots of `branches` (both int64 [N]) are known now."""
+        self.root[branches] = roots
+        depths = self.depth[branches].tolist()
+        for b, k, t in zip(branches.tolist(), depths, roots.tolist(), strict=True):
+            if self.alive[b]:
+                self.index[k, t] = b
+
+    def runnable(self) -> np.ndarray:
+        """Branches whose next token can be drafted now: int64 [N]."""
+        return np.flatnonzero((self.launched < self.goal) & ~self.waiting & self.alive)
+
+    def store(self, branches: np.ndarray, step: np.ndarray, ids: np.ndarray) -> None:
+        """Token number `step` (int64 [N]) of `branches` is `ids[:, 0]`; ids int64 [N, width]."""
+        self.tokens[branches, step] = ids[:, 0]
+        self.ids[branches, step] = ids
+        self.length[branches] = step + 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every branch has all the tokens it is meant to get."""
+        return bool(((self.length >= self.goal) | ~self.alive).all())
+
+    @property
+    def num_branches(self) -> int:
+        return int(self.alive.sum())
+
+    # -- walking -------------------------------------------------------------------------------
+
+    def walk(self, path: Sequence[int]) -> Walk:
+        """Follow `path` (the tokens after the last committed one) down the tree."""
+        chain, n, k = self.chain, len(path), 0
+        while k < n and k < len(chain) and path[k] == chain[k]:
+            k += 1
+        if k == n:
+            return Walk(k, -1, 0, True)
+        branch = self.index.get((k, path[k]), -1)
+        if branch < 0:
+            return Walk(k, -1, 0, False)
+        length, rest = int(self.length[branch]), n - k - 1
+        inside = 0
+        tokens = self.tokens[branch]
+        while inside < rest and inside < length and path[k + 1 + inside] == tokens[inside]:
+            inside += 1
+        return Walk(k, branch, inside, inside == rest)
+
+    def reroot(self, walk: Walk) -> Reroot:
+        """Make the end of `walk` the root; what is not below it is dropped."""
+        if walk.branch >= 0:
+            return self._reroot_branch(walk)
+        if not walk.complete:
+            freed, rows = self._drop(self.alive)
+            self.chain, self.guesses = [], []
+            return Reroot(_NO_SLOTS, freed, rows)
+        freed, rows = self._drop(self.alive & ((self.depth < walk.trunk) | self.waiting))
+        if walk.trunk:
+            self.chain = self.chain[walk.trunk :]
+            self.guesses = self.guesses[walk.trunk :]
+            self.depth = self.depth - walk.trunk
+            self.index = {(k - walk.trunk, t): b for (k, t), b in self.index.items()}
+        return Reroot(_NO_SLOTS, freed, rows)
+
+    def _reroot_branch(self, walk: Walk) -> Reroot:
+        b = walk.branch
+        length, goal = int(self.length[b]), int(self.goal[b])
+        if walk.complete:
+            held = length
+            self.chain = self.tokens[b, walk.inside : length].tolist()
+            self.guesses = list(self.ids[b, walk.inside : length])
+        else:
+            held = min(1 + walk.inside, length)
+            self.chain, self.guesses = [], []
+        moved = self.slots[b, :held].copy()
+        tail = self.slots[b, held:goal].copy()
+        self.slots[b, :] = 0
+        self.goal[b] = 0  # nothing of it is freed below
+        freed, rows = self._drop(self.alive)
+        return Reroot(moved, np.concatenate((tail, freed)), rows)
+
+    def promote(self, branch_limit: int) -> Reroot:
+        """Lengthen a short trunk with the tail's best guess and the branch that hangs there.
+
+        Does nothing unless the tail's guesses are known. At most `branch_limit` of the branch's
+        tokens are taken. The moved slots hold the KV of the new trunk tokens from the old tail's
+        successor on.
+        """
+        depth = len(self.chain)
+        if len(self.guesses) <= depth:
+            return Reroot(_NO_SLOTS, _NO_SLOTS, _NO_ROWS)
+        root = int(self.guesses[depth][0])
+        self.chain = [*self.chain, root]
+        branch = self.index.pop((depth, root), -1)
+        if branch < 0:
+            return Reroot(_NO_SLOTS, _NO_SLOTS, _NO_ROWS)
+        take = min(int(self.length[branch]), branch_limit)
+        self.chain += self.tokens[branch, :take].tolist()
+        self.guesses = [*self.guesses[: depth + 1], *self.ids[branch, :take]]
+        moved = self.slots[branch, :take].copy()
+        self.slots[branch, : self.goal[branch] - take] = self.slots[
+            branch, take : self.goal[branch]
+        ].copy()
+        self.goal[branch] -= take
+        only = np.zeros(len(self.alive), bool)
+        only[branch] = True
+        freed, rows = self._drop(only)
+        return Reroot(moved, freed, rows)
+
+    def clear(self) -> Reroot:
+        """Drop every branch and the trunk."""
+        return self.reroot(Walk(0, -1, 0, False))
+
+    def drop_branches(self) -> Reroot:
+        """Drop every branch, keep the trunk and its guesses."""
+        freed, rows = self._drop(self.alive)
+        return Reroot(_NO_SLOTS, freed, rows)
+
+    def slots_held(self) -> int:
+        """KV slots that the branches own."""
+        return int(self.goal[self.alive].sum())
+
+    def all_slots(self) -> np.ndarray:
+        """The slots that the branches own: int32."""
+        return self._slots_of(np.flatnonzero(self.alive))
+
+    def _slots_of(self, branches: np.ndarray) -> np.ndarray:
+        real = np.arange(self.num_steps) < self.goal[branches][:, None]
+        return self.slots[branches][real]
+
+    def _drop(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        dropped = np.flatnonzero(which)
+        if not dropped.size:
+            return _NO_SLOTS, _NO_ROWS
+        freed, rows = self._slots_of(dropped), self.row[dropped]
+        self.alive[dropped] = False
+        self.goal[dropped] = 0
+        if self.alive.any():
+            alive = self.alive
+            self.index = {key: b for key, b in self.index.items() if alive[b]}
+        else:
+            self.index = {}
+        return freed, rows
+
+    def compact(self) -> None:
+        """Forget dropped branches, unless a step in flight may still refer to them by index."""
+        if self.in_flight or self.alive.all():
+            return
+        if not self.alive.any():
+            self._clear_branches()
+            return
+        keep = np.flatnonzero(self.alive)
+        for name in (
+            "depth", "root", "row", "start", "length", "launched", "goal", "waiting", "tokens",
+            "ids", "slots",
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name)[keep])
+        self.alive = np.ones(len(keep), bool)
+        self.index = {
+            (k, t): b
+            for b, (k, t) in enumerate(zip(self.depth.tolist(), self.root.tolist(), strict=True))
+            if t != UNKNOWN_ROOT
+        }
+
+
+_NO_SLOTS = np.zeros(0, np.int32)
+_NO_ROWS = np.zeros(0, np.int64)

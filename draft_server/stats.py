@@ -1,0 +1,86 @@
+"""Counters. Updated by the loop, read by `Pong`, `/stats` and `/metrics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_ssd.protocol import Status
+
+
+@dataclass
+class EngineStats:
+    """What the engine did. Times in seconds, sums since the start."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    step_rows: int = 0
+    jits: int = 0
+    jit_rows: int = 0
+    jit_s: float = 0.0
+    prefill_tokens: int = 0
+    prefill_cached_tokens: int = 0
+
+    def step(self, rows: int, seconds: float) -> None:
+        """A build step over `rows` lanes is complete."""
+        self.steps += 1
+        self.step_rows += rows
+        self.step_s += seconds
+
+    def jit(self, rows: int, seconds: float) -> None:
+        """A just-in-time draft of `rows` sessions is complete."""
+        self.jits += 1
+        self.jit_rows += rows
+        self.jit_s += seconds
+
+    def summary(self) -> dict[str, float]:
+        """Flat numbers; means in milliseconds."""
+        return {
+            "build_steps": self.steps,
+            "build_step_ms": 1e3 * self.step_s / max(1, self.steps),
+            "branch_rows": self.step_rows / max(1, self.steps),
+            "jits": self.jits,
+            "jit_ms": 1e3 * self.jit_s / max(1, self.jits),
+            "prefill_tokens": self.prefill_tokens,
+            "prefill_cached_tokens": self.prefill_cached_tokens,
+        }
+
+
+@dataclass
+class ServerStats:
+    """What the server answered and refused."""
+
+    rounds: int = 0
+    rows: int = 0
+    hits: int = 0
+    partials: int = 0
+    misses: int = 0
+    backups: int = 0
+    empty: int = 0
+    prefilling: int = 0
+    need: int = 0
+    unknown: int = 0
+    context: int = 0
+    no_memory: int = 0
+    malformed: int = 0
+    refused: int = 0
+    expired_peers: int = 0
+    unanswered: int = 0  # rounds that a newer one replaced before they were answered
+    unsent: int = 0  # answers that the peer's queue had no room for
+
+    def count(self, status: Status) -> None:
+        """One row was answered with `status`."""
+        name = _COUNTERS[status]
+        setattr(self, name, getattr(self, name) + 1)
+
+
+_COUNTERS = {
+    Status.HIT: "hits",
+    Status.PARTIAL: "partials",
+    Status.BACKUP: "backups",
+    Status.EMPTY: "empty",
+    Status.PREFILLING: "prefilling",
+    Status.NEED: "need",
+    Status.UNKNOWN: "unknown",
+    Status.CONTEXT: "context",
+    Status.NO_MEMORY: "no_memory",
+}
