@@ -65,9 +65,7 @@ def plan_forks(cache: SpeculationCache, fan_out: Sequence[int], late: bool) -> l
             continue
         own = cache.chain[depth] if depth < len(cache.chain) else UNKNOWN_ROOT
         fresh = dict.fromkeys(
-            t
-            for t in exclude_on_host(cache.guesses[depth], own)
-            if (depth, t) not in cache.index
+            t for t in exclude_on_host(cache.guesses[depth], own) if (depth, t) not in cache.index
         )
         forks += [Fork(depth, t) for t in list(fresh)[:want]]
     return forks
@@ -174,10 +172,7 @@ class StepBatch:
     def packed(self) -> np.ndarray:
         """int64 [4, N]: lanes, rows, positions, sessions."""
         return np.stack(
-            [
-                np.concatenate(x)
-                for x in (self._lanes, self._rows, self._positions, self._sessions)
-            ]
+            [np.concatenate(x) for x in (self._lanes, self._rows, self._positions, self._sessions)]
         )
 
     def known_tokens(self) -> np.ndarray | None:

@@ -34,9 +34,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        return not self.greedy and (
-            self.top_k < TOP_K_ALL or self.top_p < 1.0 or self.min_p > 0.0
-        )
+        return not self.greedy and (self.top_k < TOP_K_ALL or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 class HostCopy:
@@ -131,9 +129,7 @@ class Proposer:
             logits[where] += self._bias[session]
         return logits
 
-    def _mask(
-        self, logits: torch.Tensor, sessions: np.ndarray, present: set[int]
-    ) -> torch.Tensor:
+    def _mask(self, logits: torch.Tensor, sessions: np.ndarray, present: set[int]) -> torch.Tensor:
         """Without ids that the target, or the draft's tokenizer, does not have."""
         limits = {min(self._params[s].vocab_limit, self.vocab_size) for s in present}
         logits = logits[:, : max(limits)]
