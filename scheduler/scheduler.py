@@ -8,16 +8,13 @@ from typing import Any
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 
-from sgl_ssd.config import BACKUPS
 from sgl_ssd.errors import ConfigError
-from sgl_ssd.fan_out import check_fan_out, parse_fan_out
 from sgl_ssd.sampling import request_seed
+from sgl_ssd.scheduler import settings
 from sgl_ssd.scheduler.algorithm import NAME
 from sgl_ssd.scheduler.worker import SSDWorker
 
 logger = logging.getLogger(__name__)
-
-RUNTIME_SETTINGS = ("ssd_num_steps", "ssd_fan_out", "ssd_backup", "ssd_drafting")
 
 
 class SSDScheduler(Scheduler):
@@ -88,44 +85,15 @@ class SSDScheduler(Scheduler):
     def set_internal_state(self, recv_req: Any) -> Any:
         """SGLang's endpoint, which also changes K, fan-out, backup and drafting while serving."""
         args = dict(recv_req.server_args)
-        ours = {k: args.pop(k) for k in RUNTIME_SETTINGS if k in args}
+        ours = {k: args.pop(k) for k in list(args) if k.startswith("ssd_")}
         if not ours:
             return super().set_internal_state(recv_req)
         worker = self._ssd_worker
-        if worker is None or args:
-            logger.warning("cannot set %s here", ", ".join([*ours, *args]))
-            return SetInternalStateReqOutput(updated=False)
         try:
-            self._apply_settings(worker, ours)
-        except (ConfigError, TypeError, ValueError) as e:
+            if worker is None or args:
+                raise ConfigError(f"cannot be set together: {', '.join([*ours, *args])}")
+            settings.apply(worker, ours)
+        except ConfigError as e:
             logger.warning("settings not changed: %s", e)
             return SetInternalStateReqOutput(updated=False)
         return SetInternalStateReqOutput(updated=True)
-
-    @staticmethod
-    def _apply_settings(worker: SSDWorker, settings: dict[str, Any]) -> None:
-        """Validate all of `settings`, then apply them. Raises `ConfigError` and changes nothing."""
-        client = worker.client
-        if client is not None:
-            num_steps = int(settings.get("ssd_num_steps", client.num_steps))
-            if not 1 <= num_steps <= worker.num_steps:
-                raise ConfigError(f"ssd_num_steps {num_steps}: must lie in 1..{worker.num_steps}")
-            fan_out = settings.get("ssd_fan_out")
-            if fan_out is None:
-                fan_out = client.fan_out
-                if num_steps != client.num_steps:
-                    fan_out = [max(fan_out)] * (num_steps + 1)
-            elif isinstance(fan_out, list):
-                fan_out = check_fan_out([int(f) for f in fan_out], num_steps)
-            else:
-                fan_out = parse_fan_out(fan_out, num_steps)
-            backup = settings.get("ssd_backup", client.backup)
-            if backup not in BACKUPS:
-                raise ConfigError(f"ssd_backup {backup!r}: choose one of {', '.join(BACKUPS)}")
-        drafting = settings.get("ssd_drafting")
-        if drafting not in (None, "on", "off"):
-            raise ConfigError(f"ssd_drafting {drafting!r}: choose on or off")
-        if client is not None:
-            client.configure(num_steps, fan_out, "jit" if backup == "auto" else backup)
-        if drafting is not None:
-            worker.drafting = drafting == "on"

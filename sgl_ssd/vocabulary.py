@@ -36,19 +36,35 @@ def read_vocabulary(path: str, trust_remote_code: bool = False) -> Vocabulary:
 
     A model without a tokenizer gets the fingerprint "" (unknown) and its config's vocab_size.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError):
+    tokens = _tokens(path, trust_remote_code)
+    if tokens is None:
         return Vocabulary(int(text_config(read_config(path))["vocab_size"]), "")
-    size = len(tokenizer)
     digest = hashlib.sha256()
-    for index, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(size)))):
+    for index, token in enumerate(tokens):
         digest.update(f"{index}\0{token}\0".encode("utf-8", "surrogatepass"))
-    for name, token_id in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
-        digest.update(f"{name}={token_id}\0".encode())
-    return Vocabulary(size, digest.hexdigest()[:32])
+    return Vocabulary(len(tokens), digest.hexdigest()[:32])
+
+
+def _tokens(path: str, trust_remote_code: bool) -> list[str | None] | None:
+    """Token texts by id (None: an id without a token); None if there is no tokenizer."""
+    file = os.path.join(path, "tokenizer.json")
+    if os.path.isfile(file):
+        # Reading the file itself spares a small process the import of transformers and torch.
+        from tokenizers import Tokenizer
+
+        vocabulary = Tokenizer.from_file(file).get_vocab(with_added_tokens=True)
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError):
+            return None
+        vocabulary = tokenizer.get_vocab()
+    tokens: list[str | None] = [None] * (max(vocabulary.values()) + 1)
+    for token, index in vocabulary.items():
+        tokens[index] = token
+    return tokens
 
 
 def read_config(path: str) -> dict:

@@ -1,0 +1,65 @@
+"""Settings that can change while the server runs, through SGLang's `/set_internal_state`.
+
+That endpoint carries numbers only, so backup and drafting are said as numbers:
+
+* `ssd_num_steps`: K, from 1 to the start's;
+* `ssd_fan_out`: F for every accepted length, or `ssd_fan_out_0` .. `ssd_fan_out_K` one by one;
+* `ssd_backup`: 0 none, 1 fast, 2 jit;
+* `ssd_drafting`: 1 on, 0 off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.fan_out import check_fan_out
+
+if TYPE_CHECKING:
+    from sgl_ssd.scheduler.worker import SSDWorker
+
+BACKUPS = ("none", "fast", "jit")
+_FAN_OUT_AT = "ssd_fan_out_"
+
+
+def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
+    """Validate all of `changes`, then apply them.
+
+    Raises `ConfigError`, in which case nothing has changed.
+    """
+    for name, value in changes.items():
+        if isinstance(value, bool) or value != int(value):
+            raise ConfigError(f"{name} {value!r}: must be an integer")
+    values = {name: int(value) for name, value in changes.items()}
+    drafting = values.pop("ssd_drafting", int(worker.drafting))
+    if drafting not in (0, 1):
+        raise ConfigError(f"ssd_drafting {drafting}: 1 is on, 0 is off")
+    client = worker.client
+    if client is not None:
+        num_steps = values.pop("ssd_num_steps", client.num_steps)
+        if not 1 <= num_steps <= worker.num_steps:
+            raise ConfigError(f"ssd_num_steps {num_steps}: must lie in 1..{worker.num_steps}")
+        backup = values.pop("ssd_backup", BACKUPS.index(client.backup))
+        if not 0 <= backup < len(BACKUPS):
+            raise ConfigError(f"ssd_backup {backup}: 0 is none, 1 is fast, 2 is jit")
+        fan_out = _fan_out(values, client.fan_out, num_steps)
+        if values:
+            raise ConfigError(f"unknown settings: {', '.join(values)}")
+        client.configure(num_steps, fan_out, BACKUPS[backup])
+    worker.drafting = bool(drafting)
+
+
+def _fan_out(values: dict[str, int], current: list[int], num_steps: int) -> list[int]:
+    """Takes the fan-out settings out of `values`; K+1 numbers."""
+    uniform = values.pop("ssd_fan_out", None)
+    if uniform is not None:
+        fan_out = [uniform] * (num_steps + 1)
+    else:
+        # A larger K extends the list with its last entry, a smaller one cuts it.
+        fan_out = (current + current[-1:] * num_steps)[: num_steps + 1]
+    for name in [n for n in values if n.startswith(_FAN_OUT_AT)]:
+        suffix = name.removeprefix(_FAN_OUT_AT)
+        if not suffix.isdigit() or int(suffix) > num_steps:
+            raise ConfigError(f"{name}: accepted lengths are 0..{num_steps}")
+        fan_out[int(suffix)] = values.pop(name)
+    return check_fan_out(fan_out, num_steps)
