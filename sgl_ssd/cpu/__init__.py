@@ -39,9 +39,11 @@ def is_active() -> bool:
     return isinstance(current_platform, CpuPlatform)
 
 
-def install(*, apply: bool = True) -> None:
+def install(*, invariant: bool = True, apply: bool = True) -> None:
     """Register attention and hooks in SGLang; does nothing the second time or off the CPU.
 
+    `invariant`: in fp32, logits do not depend on the batch or on the way a token is fed (see
+    `invariance`); it costs a little, and a process that only drafts needs no such thing.
     `apply=False` leaves it to SGLang's plugin loader to put the hooks in place, together with all
     others; a process that does not call `load_plugins` keeps the default.
     """
@@ -51,7 +53,7 @@ def install(*, apply: bool = True) -> None:
     if not _installed:
         from sgl_ssd.cpu.hooks import register
 
-        register()
+        register(invariant=invariant)
         _installed = True
     if apply:
         from sglang.srt.plugins.hook_registry import HookRegistry

@@ -25,6 +25,11 @@ class TorchAttentionBackend(TorchNativeAttnBackend):
     `seq_lens ..`; only a linear chain is supported (causal among the drafts).
     """
 
+    def __init__(self, model_runner: Any, *, invariant: bool = False) -> None:
+        super().__init__(model_runner)
+        self._invariant = invariant and model_runner.dtype == torch.float32
+        self._plan: paged_attention.Plan | None = None
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         self._plan = self._make_plan(forward_batch)
@@ -45,7 +50,11 @@ class TorchAttentionBackend(TorchNativeAttnBackend):
             prefix_lens = batch.extend_prefix_lens.tolist()
             widths = batch.extend_seq_lens.tolist()
         return paged_attention.plan(
-            self.req_to_token_pool.req_to_token, batch.req_pool_indices, prefix_lens, widths
+            self.req_to_token_pool.req_to_token,
+            batch.req_pool_indices,
+            prefix_lens,
+            widths,
+            invariant=self._invariant,
         )
 
     def _run_sdpa_forward_extend(
@@ -79,8 +88,3 @@ class TorchAttentionBackend(TorchNativeAttnBackend):
             raise RuntimeError("attention ran before init_forward_metadata")
         paged_attention.attend(plan, query, output, k_cache, v_cache, scaling, sliding_window_size)
         return output
-
-
-def create_backend(model_runner: Any) -> TorchAttentionBackend:
-    """Factory for SGLang's registry of attention backends."""
-    return TorchAttentionBackend(model_runner)

@@ -8,43 +8,39 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sgl_ssd.cpu import kernels
+from sgl_ssd.cpu import invariance, kernels
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-_COMMUNICATORS = (
-    "use_pynccl",
-    "use_pymscclpp",
-    "use_custom_allreduce",
-    "use_torch_symm_mem_all_reduce",
-)
 
-
-def register() -> None:
-    """Register the hooks; `HookRegistry.apply_hooks` puts them in place."""
+def register(*, invariant: bool) -> None:
+    """Register attention and hooks; `HookRegistry.apply_hooks` puts the hooks in place."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    from sgl_ssd.cpu.attention import create_backend
+    from sgl_ssd.cpu.attention import TorchAttentionBackend
 
     disable_compilation()
-    register_attention_backend("torch_native")(create_backend)
+    register_attention_backend("torch_native")(
+        lambda model_runner: TorchAttentionBackend(model_runner, invariant=invariant)
+    )
+    replace = HookType.REPLACE
     for target, hook, kind in (
         (
             "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
             kernels.assign_req_to_token_pool,
-            HookType.REPLACE,
+            replace,
         ),
         (
             "sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
             kernels.softcap_logits,
-            HookType.REPLACE,
+            replace,
         ),
         (
             "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras",
             resolve_spec_extras,
-            HookType.REPLACE,
+            replace,
         ),
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
@@ -53,6 +49,17 @@ def register() -> None:
         ),
     ):
         HookRegistry.register(target, hook, kind)
+    if invariant:
+        HookRegistry.register(
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+            invariance.linear,
+            HookType.AROUND,
+        )
+        HookRegistry.register(
+            "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+            invariance.lm_head,
+            HookType.AROUND,
+        )
 
 
 def disable_compilation() -> None:
@@ -82,9 +89,17 @@ def resolve_spec_extras(future_map: FutureMap, batch: ScheduleBatch) -> None:
     draft_input.bonus_tokens = future_map.output_tokens_buf[draft_input.future_indices]
 
 
+_GPU_COMMUNICATORS = (
+    "use_pynccl",
+    "use_pymscclpp",
+    "use_custom_allreduce",
+    "use_torch_symm_mem_all_reduce",
+)
+
+
 def without_gpu_communicators(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Switch off what only works between GPUs; CPU tensors are reduced by the gloo group."""
-    for name in _COMMUNICATORS:
+    for name in _GPU_COMMUNICATORS:
         if name in kwargs:
             kwargs[name] = False
     return args, kwargs

@@ -6,9 +6,12 @@ speculative verification is a small width, prefill a large one. Query i of a row
 0..prefix+i.
 
 `plan` does the work that all layers of a forward share (which slots, which mask); `attend` runs one
-layer. Rows of a small width are batched, so that decode and verify go through the same kernel:
-their outputs for the same token differ by rounding only (about 1e-7 in fp32), whatever else is in
-the batch. Wide rows run one by one, in blocks of queries.
+layer. Rows of a small width are batched, wide ones run one by one in blocks of queries.
+
+A token's output should not depend on whether it was decoded, verified or prefilled, nor on what
+else was in the batch. In exact arithmetic it does not; in fp32 the library kernels add up in an
+order that depends on the shape, which costs about 1e-6. An `invariant` plan pads every shape to one
+of a few (`invariance` tells which and why), and the outputs are the same to the last bit.
 
 No SGLang import here.
 """
@@ -20,7 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from sgl_ssd.cpu.invariance import LEAST_ROWS, padded_keys
 
 NARROW_WIDTH = 32
 """Rows up to this many new tokens are batched with others of the same width."""
@@ -30,6 +35,9 @@ GATHER_TOKENS = 16 * 1024
 
 MASK_ELEMENTS = 4 * 1024 * 1024
 """Upper bound of queries x keys in one mask of a wide row."""
+
+_WIDE_BLOCK = 64
+"""Invariant plans: queries of a wide row come in multiples of this many."""
 
 _MIN_LENGTH = 64  # lengths below this are not worth a batch of their own
 
@@ -45,16 +53,26 @@ class Narrow:
     prefix: torch.Tensor
     """int64 [rows]."""
     width: int
+    group_rows: int
+    """Query rows of a KV head are padded to a multiple of this."""
     masks: dict[tuple[int, torch.dtype, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, group: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        """Additive mask [rows, 1, group * width, length], shared by all layers of the forward."""
+        """Additive mask [rows, 1, queries, length], shared by all layers of the forward.
+
+        The queries are group x width, plus padding that sees what the row's first token sees.
+        """
         key = (group, dtype, window)
         if key not in self.masks:
-            steps = torch.arange(self.width, device=self.prefix.device)
+            steps = torch.arange(self.width, device=self.prefix.device).repeat(group)
+            steps = pad(steps, (0, self.padding(group)))
             bias = _bias(self.prefix[:, None] + steps, self.slots.shape[1], dtype, window)
-            self.masks[key] = bias.repeat(1, group, 1).unsqueeze(1)
+            self.masks[key] = bias.unsqueeze(1)
         return self.masks[key]
+
+    def padding(self, group: int) -> int:
+        """Query rows of a KV head to be added."""
+        return -(group * self.width) % self.group_rows
 
 
 @dataclass
@@ -63,8 +81,9 @@ class Wide:
 
     queries: slice
     slots: torch.Tensor
-    """int64 [length]."""
+    """int64 [length]: KV slots, in an invariant plan padded with the row's first slot."""
     prefix: int
+    invariant: bool
 
 
 @dataclass
@@ -79,6 +98,8 @@ def plan(
     req_pool_indices: torch.Tensor,
     prefix_lens: Sequence[int],
     widths: Sequence[int],
+    *,
+    invariant: bool = False,
 ) -> Plan:
     """Group the rows of a forward.
 
@@ -96,11 +117,17 @@ def plan(
             narrow[width].append(row)
         elif width > 0:
             length = prefix_lens[row] + width
-            slots = req_to_token[req_pool_indices[row], :length].long()
-            parts.append(Wide(slice(starts[row], starts[row + 1]), slots, prefix_lens[row]))
+            slots = _slots(req_to_token, req_pool_indices[row : row + 1], [length], invariant)
+            queries = slice(starts[row], starts[row + 1])
+            parts.append(Wide(queries, slots[0], prefix_lens[row], invariant))
     for width, rows in narrow.items():
-        for chunk in _chunks(rows, [prefix_lens[row] + width for row in rows]):
-            parts.append(_narrow(req_to_token, req_pool_indices, prefix_lens, starts, width, chunk))
+        for chunk in _chunks(rows, [prefix_lens[row] + width for row in rows], invariant):
+            lengths = [prefix_lens[row] + width for row in chunk]
+            pool_rows = req_pool_indices[torch.tensor(chunk, device=req_pool_indices.device)]
+            slots = _slots(req_to_token, pool_rows, lengths, invariant)
+            prefix = torch.tensor(lengths, device=slots.device) - width
+            group_rows = LEAST_ROWS if invariant else 1
+            parts.append(Narrow(_places(starts, width, chunk), slots, prefix, width, group_rows))
     return Plan(parts)
 
 
@@ -145,10 +172,12 @@ def _attend_narrow(
     key = k_cache[part.slots].transpose(1, 2).to(query.dtype)
     value = v_cache[part.slots].transpose(1, 2).to(query.dtype)
     q = query.view(rows, width, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(rows, kv_heads, group * width, dim)
+    q = pad(q.reshape(rows, kv_heads, group * width, dim), (0, 0, 0, part.padding(group)))
     mask = part.mask(group, query.dtype, window)
     out = scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
-    out = out.view(rows, kv_heads, group, width, -1).permute(0, 3, 1, 2, 4)
+    out = (
+        out[:, :, : group * width].reshape(rows, kv_heads, group, width, -1).permute(0, 3, 1, 2, 4)
+    )
     return out.reshape(tokens, heads, -1)
 
 
@@ -168,23 +197,29 @@ def _attend_wide(
     length = part.slots.numel()
     key = k_cache[part.slots].transpose(0, 1).to(query.dtype)  # [kv heads, length, dim]
     value = v_cache[part.slots].transpose(0, 1).to(query.dtype)
-    block = max(1, MASK_ELEMENTS // length)
+    block = max(1, MASK_ELEMENTS // length // _WIDE_BLOCK) * _WIDE_BLOCK
     for first in range(start, stop, block):
         last = min(first + block, stop)
         begin = part.prefix + first - start  # position of the block's first query
-        end = part.prefix + last - start
+        count = last - first
+        end = begin + count
+        if part.invariant:
+            count += -count % _WIDE_BLOCK
+            end = padded_keys(end)
         q = query[first:last].view(last - first, kv_heads, group, dim).permute(1, 2, 0, 3)
+        q = pad(q, (0, 0, 0, count - (last - first)))
         # Each KV head is a batch entry whose keys serve all its query heads by a stride of 0.
         k = key[:, None, :end].expand(-1, group, -1, -1)
         v = value[:, None, :end].expand(-1, group, -1, -1)
         mask = None
-        if begin > 0 or window is not None:
-            positions = torch.arange(begin, end, device=query.device)
+        if part.invariant or begin > 0 or window is not None:
+            positions = torch.arange(begin, begin + count, device=query.device)
             mask = _bias(positions, end, query.dtype, window)
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
         )
-        output[first:last] = out.permute(2, 0, 1, 3).reshape(last - first, heads, -1)
+        out = out[:, :, : last - first].permute(2, 0, 1, 3)
+        output[first:last] = out.reshape(last - first, heads, -1)
 
 
 def _bias(
@@ -199,8 +234,10 @@ def _bias(
     return bias.masked_fill_(~seen, float("-inf"))
 
 
-def _chunks(rows: list[int], lengths: list[int]) -> list[list[int]]:
+def _chunks(rows: list[int], lengths: list[int], invariant: bool = False) -> list[list[int]]:
     """Split rows so that a chunk's padded size stays bounded and at most half of it is padding."""
+    if invariant:
+        lengths = [padded_keys(length) for length in lengths]
     longest = max(lengths)
     similar = max(min(lengths), _MIN_LENGTH) * 2 >= longest
     if similar and longest * len(rows) <= GATHER_TOKENS:
@@ -220,29 +257,29 @@ def _chunks(rows: list[int], lengths: list[int]) -> list[list[int]]:
     return chunks
 
 
-def _narrow(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: Sequence[int],
-    starts: list[int],
-    width: int,
-    rows: list[int],
-) -> Narrow:
-    device = req_to_token.device
-    prefix = torch.tensor([prefix_lens[row] for row in rows], dtype=torch.int64, device=device)
-    length = max(prefix_lens[row] for row in rows) + width
-    pool_rows = req_pool_indices[torch.tensor(rows, device=device)].long()
-    slots = req_to_token[pool_rows, :length].long()
-    # Columns beyond a row's length hold stale slots, whose KV may be anything: a masked NaN would
-    # still poison the row. Its own first slot is always sane.
-    valid = torch.arange(length, device=device) < prefix[:, None] + width
-    slots = torch.where(valid, slots, slots[:, :1])
-    queries: torch.Tensor | slice
-    if rows[-1] - rows[0] == len(rows) - 1 and starts[rows[-1] + 1] - starts[rows[0]] == (
-        width * len(rows)
-    ):
-        queries = slice(starts[rows[0]], starts[rows[-1] + 1])
-    else:
-        first = torch.tensor([starts[row] for row in rows], device=device)
-        queries = (first[:, None] + torch.arange(width, device=device)).reshape(-1)
-    return Narrow(queries, slots, prefix, width)
+def _slots(
+    req_to_token: torch.Tensor, pool_rows: torch.Tensor, lengths: list[int], invariant: bool
+) -> torch.Tensor:
+    """KV slots int64 [rows, longest length], padded with each row's first slot.
+
+    Columns beyond a row's length hold stale slots, whose KV may be anything: a masked NaN would
+    still poison the row. Its own first slot is always sane.
+    """
+    longest = max(lengths)
+    width = padded_keys(longest) if invariant else longest
+    slots = req_to_token[pool_rows.long(), :width].long()
+    slots = pad(slots, (0, width - slots.shape[1]))  # the table may end before the padding does
+    valid = (
+        torch.arange(width, device=slots.device)
+        < torch.tensor(lengths, device=slots.device)[:, None]
+    )
+    return torch.where(valid, slots, slots[:, :1])
+
+
+def _places(starts: list[int], width: int, rows: list[int]) -> torch.Tensor | slice:
+    """Places of the rows' tokens in the flat token axis; a slice where they are contiguous."""
+    first, last = starts[rows[0]], starts[rows[-1]] + width
+    if last - first == width * len(rows):
+        return slice(first, last)
+    begins = torch.tensor([starts[row] for row in rows])
+    return (begins[:, None] + torch.arange(width)).reshape(-1)
