@@ -226,6 +226,7 @@ class TargetSampler:
         self._logprobs.compute_logprobs(
             logprobs, batch.top_logprobs_nums, batch.token_ids_logprobs, tokens
         ).write_output_to(logits_output)
+        _only_tensors(logits_output)
 
     @staticmethod
     def verify_logprobs(batch: Any, logits_output: Any, tokens: torch.Tensor) -> None:
@@ -233,6 +234,17 @@ class TargetSampler:
         bs, width = tokens.shape
         index = torch.arange(bs * width, device=tokens.device).view(bs, width)
         compute_spec_v2_logprobs(batch, logits_output, tokens.flatten(), index, width - 1)
+        _only_tensors(logits_output)
+
+
+def _only_tensors(logits_output: Any) -> None:
+    """SGLang's result processor expects tensors, but gets [] from SGLang's own logprob code for
+    requests without `token_ids_logprob` beside others that have it, and would end the server."""
+    values = logits_output.next_token_token_ids_logprobs_val
+    if values:
+        logits_output.next_token_token_ids_logprobs_val = [
+            v if isinstance(v, torch.Tensor) else torch.empty(0) for v in values
+        ]
 
 
 def count_accepted(
