@@ -10,6 +10,7 @@ Lengths are in tokens. A *committed* token is one the target has produced or the
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any, ClassVar
 
 import msgspec
@@ -172,6 +173,10 @@ class Pong(Message, kw_only=True):
     nonce: int
     stats: dict[str, float]
 
+    def check(self) -> None:
+        # JSON would say null
+        _require(all(map(math.isfinite, self.stats.values())), "Pong: a number is not finite")
+
 
 class Speculate(Message, kw_only=True):
     """Verifier -> draft server, one for a whole batch: what is committed; drafts please.
@@ -195,10 +200,10 @@ class Speculate(Message, kw_only=True):
     def check(self) -> None:
         _require(0 <= self.num_rows <= MAX_ROWS, "Speculate: too many rows")
         _require(0 <= self.num_tokens <= MAX_ROWS * MAX_ROW_TOKENS, "Speculate: too many tokens")
-        if self.rows is not None and self.num_rows:
+        if self.rows is not None:
             _require(bool((self.rows >= 0).all()), "Speculate: negative row field")
             counts = self.rows[:, 3]
-            _require(int(counts.max()) <= MAX_ROW_TOKENS, "Speculate: row too long")
+            _require(int(counts.max(initial=0)) <= MAX_ROW_TOKENS, "Speculate: row too long")
             _require(int(counts.sum()) == self.num_tokens, "Speculate: token counts disagree")
 
 
@@ -261,20 +266,23 @@ def _shape(message: Message, shape: tuple[int | str, ...]) -> tuple[int, ...]:
 def encode(message: Message) -> list[bytes]:
     """Frames of `message`, ready to send.
 
-    Raises `ProtocolError` when a field is out of range or an array has another shape than the
-    header says: a bug on this side must not become a riddle on the other.
+    Raises `ProtocolError` when a field is out of range or cannot be said in JSON, or an array has
+    another shape than the header says: a bug on this side must not become a riddle on the other.
     """
     name = type(message).__name__
-    message.check()
     header = {f: getattr(message, f) for f in _HEADER_FIELDS[name]}
     header["type"] = name
     header["v"] = VERSION
-    frames = [orjson.dumps(header)]
+    try:
+        frames = [orjson.dumps(header)]
+    except orjson.JSONEncodeError as e:
+        raise ProtocolError(f"{name}: {e}") from None
     for field, dtype, shape in message.ARRAYS:
-        array = np.ascontiguousarray(getattr(message, field), dtype=dtype)
-        if array.shape != _shape(message, shape):
-            raise ProtocolError(f"{name}.{field}: shape {array.shape}, header says otherwise")
-        frames.append(array.tobytes())
+        value = getattr(message, field)
+        if not isinstance(value, np.ndarray) or value.shape != _shape(message, shape):
+            raise ProtocolError(f"{name}.{field}: not an array of the shape in the header")
+        frames.append(value.astype(dtype, copy=False).tobytes())
+    message.check()
     return frames
 
 
@@ -292,7 +300,7 @@ def decode(frames: list[bytes]) -> Message:
     if not isinstance(header, dict):
         raise ProtocolError("header is not an object")
     version = header.pop("v", None)
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise ProtocolError(f"protocol version {version!r}, this side speaks {VERSION}")
     name = header.pop("type", None)
     cls = MESSAGES.get(name) if isinstance(name, str) else None
