@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 PING_S = 1.0
 SILENCE_S = 5.0
 HELLO_S = 1.0
-# A deadline from measured times: mean + 6 mean deviations, between these bounds.
+# A deadline from measured times: mean + 6 mean deviations of a round trip, at least two rounds
+# (going on without drafts costs about a round), between these bounds.
 DEADLINE_FLOOR_S = 0.010
 DEADLINE_CAP_S = 0.500
 # After this many rounds in a row without any answer in time, drafting rests for a while.
@@ -266,7 +267,10 @@ class DraftClient:
         )
         news = [t for s in wanted for t in s.tokens[s.acked :]]
         self._round_id += 1
-        self._asked_at = self._clock()
+        now = self._clock()
+        if now - self._asked_at < DEADLINE_CAP_S:
+            self._stats.period.add(now - self._asked_at)
+        self._asked_at = now
         sent = self._send(
             protocol.Speculate(
                 round_id=self._round_id,
@@ -317,7 +321,8 @@ class DraftClient:
         trip = self._stats.round_trip
         if trip.count < 20:
             return DEADLINE_CAP_S
-        return min(DEADLINE_CAP_S, max(DEADLINE_FLOOR_S, trip.recent + 6 * trip.deviation))
+        wanted = max(trip.recent + 6 * trip.deviation, 2 * self._stats.period.recent)
+        return min(DEADLINE_CAP_S, max(DEADLINE_FLOOR_S, wanted))
 
     def _on_timeout(self) -> None:
         self._stats.timeouts += 1

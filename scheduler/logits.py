@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor, compute_spec_v2_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 
@@ -221,20 +222,30 @@ class TargetSampler:
 
     def prefill_logprobs(self, batch: Any, logits_output: Any, tokens: torch.Tensor) -> None:
         """Output logprobs of a prefill's one token a row, as SGLang's sampler would give them."""
-        logits = logits_output.next_token_logits
-        logprobs = torch.log_softmax(logits.float() / batch.sampling_info.temperatures, dim=-1)
+        scaled = logits_output.next_token_logits.float()
+        if not envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
+            scaled = scaled / self._logprob_temperatures(batch.reqs)
+        logprobs = torch.log_softmax(scaled, dim=-1)
         self._logprobs.compute_logprobs(
             logprobs, batch.top_logprobs_nums, batch.token_ids_logprobs, tokens
         ).write_output_to(logits_output)
         _only_tensors(logits_output)
 
-    @staticmethod
-    def verify_logprobs(batch: Any, logits_output: Any, tokens: torch.Tensor) -> None:
+    def verify_logprobs(self, batch: Any, logits_output: Any, tokens: torch.Tensor) -> None:
         """Output logprobs of every position of a verify; tokens int64 [bs, width]."""
         bs, width = tokens.shape
+        # SGLang divides a greedy request's logits by its temperature or not, depending on the
+        # company it keeps in the batch. `sampling_info` is this forward's own copy.
+        batch.sampling_info.is_all_greedy = False
+        batch.sampling_info.temperatures = self._logprob_temperatures(batch.reqs)
         index = torch.arange(bs * width, device=tokens.device).view(bs, width)
         compute_spec_v2_logprobs(batch, logits_output, tokens.flatten(), index, width - 1)
         _only_tensors(logits_output)
+
+    def _logprob_temperatures(self, reqs: Reqs) -> torch.Tensor:
+        """float32 [bs, 1]; 1 for greedy requests."""
+        temperature = self.rows(reqs).temperature
+        return torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def _only_tensors(logits_output: Any) -> None:

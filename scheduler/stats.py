@@ -53,6 +53,7 @@ class SSDStats:
         self.verifies_without_drafts = 0
         self.round_trip = MeanTime()
         self.wait = MeanTime()
+        self.period = MeanTime()
         self.restarts = 0
 
     def observe_round(self, drafted: int, accepted: int) -> None:
@@ -100,5 +101,6 @@ class SSDStats:
             "verifies": self.verifies,
             "verifies_without_drafts": self.verifies_without_drafts,
             "round_trip_ms": self.round_trip.mean * 1e3,
+            "round_ms": self.period.mean * 1e3,
             "draft_wait_ms": self.wait.mean * 1e3,
         }
