@@ -11,10 +11,13 @@ A channel belongs to the thread that made it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import shutil
+import socket
 import tempfile
+import time
 from typing import Protocol
 from urllib.parse import urlparse
 
@@ -24,6 +27,7 @@ from sgl_ssd.errors import ConfigError
 
 SEND_HWM = 1024
 MAX_FRAME_BYTES = 64 << 20
+RECONNECT_S = 1.0
 
 
 class ClientChannel(Protocol):
@@ -57,19 +61,21 @@ def check_endpoint(endpoint: str) -> None:
 
     Raises `ConfigError`.
     """
-    url = urlparse(endpoint)
-    if url.scheme == "ipc":
-        path = endpoint.removeprefix("ipc://")
-        if not path.startswith("/"):
-            raise ConfigError(f"endpoint {endpoint!r}: an ipc path must be absolute")
-        if len(path) > 100:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":
+        if not address.startswith("/") or address.endswith("/") or "\0" in address:
+            raise ConfigError(f"endpoint {endpoint!r}: an ipc path must be absolute, of a file")
+        if len(address) > 100:
             raise ConfigError(f"endpoint {endpoint!r}: an ipc path has at most 100 characters")
         return
     try:
+        url = urlparse(endpoint)
         host, port = url.hostname, url.port
     except ValueError as e:
         raise ConfigError(f"endpoint {endpoint!r}: {e}") from None
-    if url.scheme != "tcp" or not host or port is None:
+    # ZeroMQ reads an address in its own way: let nothing through that it could read otherwise.
+    plain = address.lower() in (f"{host}:{port}", f"[{host}]:{port}")
+    if scheme != "tcp" or not host or not port or not plain:
         raise ConfigError(f"endpoint {endpoint!r}: use ipc:///PATH or tcp://HOST:PORT")
     if not is_loopback(host):
         raise ConfigError(
@@ -100,13 +106,24 @@ def remove_private_ipc(endpoint: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepare(socket: zmq.Socket) -> None:
+def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HWM)
     socket.setsockopt(zmq.RCVHWM, SEND_HWM)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+
+
+def _somebody_listens(endpoint: str) -> bool:
+    """Whether an ipc endpoint is in use: ZeroMQ would take it away from its owner."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        answer = probe.connect_ex(endpoint.removeprefix("ipc://"))
+    return answer in (0, errno.EAGAIN)  # EAGAIN: its backlog is full
 
 
 def _milliseconds(timeout_s: float) -> int:
@@ -118,9 +135,11 @@ class ZmqClient:
 
     def __init__(self, endpoint: str, identity: bytes) -> None:
         check_endpoint(endpoint)
+        self._endpoint = endpoint
+        self._reconnected_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _prepare(self._socket)
+        _prepare(self._socket, endpoint)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
@@ -130,8 +149,22 @@ class ZmqClient:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
+            self._connect_anew()
             return False
         return True
+
+    def _connect_anew(self) -> None:
+        """Nothing can be queued: drop what is.
+
+        ZeroMQ reconnects by itself, but not to a peer that has broken its protocol once, such as
+        another program on the port or one that sends frames beyond the limit.
+        """
+        now = time.monotonic()
+        if now - self._reconnected_at >= RECONNECT_S:
+            self._reconnected_at = now
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
 
     def recv(self, timeout_s: float) -> list[bytes] | None:
         try:
@@ -158,9 +191,11 @@ class ZmqServer:
 
     def __init__(self, endpoint: str) -> None:
         check_endpoint(endpoint)
+        if _somebody_listens(endpoint):
+            raise ConfigError(f"cannot listen on draft endpoint {endpoint!r}: Address in use")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        _prepare(self._socket)
+        _prepare(self._socket, endpoint)
         # A verifier that reconnects with its identity replaces its dead connection at once.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
