@@ -1,0 +1,121 @@
+"""The text does not depend on drafting: on the bundled pair, in fp32, token for token."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from parity.harness import compare, configure, send_all, ssd_state
+from parity.mixes import RequestMix
+from servers import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+NEW_TOKENS = 96
+CONFIGS = [(1, 1), (4, 3), (7, 8), (12, 3)]
+
+
+def _bodies(prompts, **sampling):
+    params = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return [
+        {"input_ids": ids, "sampling_params": params | {"sampling_seed": 1000 + i}}
+        for i, ids in enumerate(prompts)
+    ]
+
+
+def _without_drafts(server: ServerProcess, bodies, concurrency=16):
+    configure(server, ssd_drafting=0)
+    return send_all(server, bodies, concurrency)
+
+
+def _with_drafts(server: ServerProcess, bodies, concurrency, **settings):
+    """Answers with drafting on; asserts that drafts came, and some of them as hits."""
+    configure(server, ssd_drafting=1, **settings)
+    before = ssd_state(server)
+    answers = send_all(server, bodies, concurrency)
+    after = ssd_state(server)
+    assert after["drafted"] > before["drafted"]
+    assert after["accepted"] > before["accepted"]
+    assert after["hits"] > before["hits"]
+    configure(server, ssd_drafting=0)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def greedy(ssd_server, prompts):
+    bodies = _bodies(prompts[:24])
+    return bodies, _without_drafts(ssd_server, bodies)
+
+
+def test_greedy_equals_plain_sglang(ssd_server, plain_bundled, greedy):
+    bodies, without = greedy
+    plain = send_all(plain_bundled, bodies, 8)
+    compare(ssd_server, bodies, plain, without, "drafting off").check()
+
+
+@pytest.mark.parametrize(("steps", "fan_out"), CONFIGS)
+def test_greedy_does_not_depend_on_drafting(ssd_server, greedy, steps, fan_out):
+    bodies, without = greedy
+    answers = _with_drafts(ssd_server, bodies, 16, ssd_num_steps=steps, ssd_fan_out=fan_out)
+    compare(ssd_server, bodies, without, answers, f"K={steps} F={fan_out}").check()
+    answers = _with_drafts(ssd_server, bodies[:6], 1, ssd_num_steps=steps, ssd_fan_out=fan_out)
+    compare(ssd_server, bodies[:6], without[:6], answers, f"K={steps}, alone").check()
+
+
+@pytest.mark.parametrize("backup", [0, 1, 2])
+def test_seeded_sampling_does_not_depend_on_drafting(ssd_server, prompts, backup):
+    bodies = _bodies(prompts[24:40], temperature=0.8, top_p=0.95)
+    without = _without_drafts(ssd_server, bodies)
+    for _ in range(2):  # the same seed gives the same text, whatever the timing
+        answers = _with_drafts(
+            ssd_server, bodies, 16, ssd_num_steps=4, ssd_fan_out=4, ssd_backup=backup
+        )
+        compare(ssd_server, bodies, without, answers, f"T=0.8 backup {backup}").check()
+    assert len({tuple(a["output_ids"][:8]) for a in without}) > 8
+    configure(ssd_server, ssd_backup=2)
+
+
+def test_every_sampling_field(ssd_server, prompts, tokenizer):
+    """Requests drawn over all sampling fields, logprobs and grammars among them."""
+    bodies = RequestMix(prompts, len(tokenizer), seed=11).draw_many(120, 48)
+    without = _without_drafts(ssd_server, bodies)
+    alone = send_all(ssd_server, bodies[:20], 1)
+    compare(ssd_server, bodies[:20], without[:20], alone, "off, alone").check()
+    answers = _with_drafts(ssd_server, bodies, 16, ssd_num_steps=7, ssd_fan_out=3)
+    compare(ssd_server, bodies, without, answers, "mixed").check()
+
+
+def test_fields_that_plain_sglang_gets_right(ssd_server, plain_bundled, prompts, tokenizer):
+    """Greedy requests with penalties, stops, biases and grammars, against plain SGLang itself."""
+    bodies = RequestMix(prompts, len(tokenizer), seed=5).draw_many(60, 48)
+    for body in bodies:
+        body["sampling_params"] |= {"temperature": 0.0}
+        body["sampling_params"].pop("sampling_seed")
+    plain = send_all(plain_bundled, bodies, 1)
+    answers = _with_drafts(ssd_server, bodies, 8, ssd_num_steps=4, ssd_fan_out=4)
+    compare(ssd_server, bodies, plain, answers, "plain").check()
+
+
+def test_accept_length_does_not_fall_on_prefix_hits(ssd_server, held_out):
+    """A repeated prompt comes from both caches, and the draft prefills only what is new."""
+    prompt = [token for ids in held_out for token in ids][:300]
+    body = _bodies([prompt])[0]
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=4)
+    ssd_server.post("/flush_cache", {})
+    first, cold = _traced(ssd_server, body)
+    second, warm = _traced(ssd_server, body)
+    assert second["meta_info"]["cached_tokens"] > 290
+    assert (
+        second["meta_info"]["spec_accept_length"] > 0.9 * first["meta_info"]["spec_accept_length"]
+    )
+    assert cold["prefill_tokens"] >= 299
+    assert warm["prefill_tokens"] - warm["prefill_cached_tokens"] <= 8
+
+
+def _traced(server, body):
+    """An answer, and how the draft server's counters moved meanwhile."""
+    before = ssd_state(server)["draft_stats"]
+    answer = server.post("/generate", body)
+    time.sleep(2.5)  # the counters come with the next sign of life
+    after = ssd_state(server)["draft_stats"]
+    return answer, {name: after[name] - before.get(name, 0.0) for name in after}
