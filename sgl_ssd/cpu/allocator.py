@@ -32,6 +32,8 @@ def create_allocator(
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """Paged allocator whose two kernels are torch operators."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,
