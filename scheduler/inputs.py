@@ -59,7 +59,7 @@ class DraftInput(SpecInput):
 
     def merge_batch(self, other: DraftInput) -> None:
         """Append the rows of `other`."""
-        if self.future_indices is not None:
+        if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])

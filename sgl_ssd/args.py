@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 from sgl_ssd.config import BACKUPS, DraftServerConfig, VerifierConfig
 from sgl_ssd.errors import ConfigError
@@ -135,7 +136,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
     parser = argparse.ArgumentParser("sgl_ssd.launch_server", add_help=False, allow_abbrev=False)
     add_ssd_args(parser)
     seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag, kwargs in (
+    flags: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--device", {}),
         ("--dtype", {}),
         ("--tp-size", {"type": int, "default": 1}),
@@ -145,8 +146,9 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         ("--log-level", {"default": "info"}),
         ("--trust-remote-code", {"action": "store_true"}),
         ("--speculative-algorithm", {}),
-    ):
-        seen.add_argument(flag, **kwargs)  # type: ignore[arg-type]
+    )
+    for flag, kwargs in flags:
+        seen.add_argument(flag, **kwargs)
     ours, rest = parser.parse_known_args(argv)
     theirs, _ = seen.parse_known_args(rest)
     if theirs.speculative_algorithm not in (None, "SSD", "ssd"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ class RowSampling:
     ) -> RowSampling:
         """Rows from host lists of equal length."""
 
-        def put(values: list, dtype: torch.dtype) -> torch.Tensor:
+        def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         # A greedy row ignores its filters: the greatest logit survives each of them.
@@ -149,9 +150,12 @@ def filter_scores(scores: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     probs = ordered.softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
     rank = torch.arange(scores.shape[-1], device=scores.device)[None]
+    top_p = rows.top_p[:, None]
     drop = (
         (rank >= rows.top_k[:, None])
-        | (before > rows.top_p[:, None])
+        # The sum of all may round to more than 1: a row without top-p must lose nothing, or it
+        # would depend on whether another row of the batch has a filter.
+        | ((before > top_p) & (top_p < 1.0))
         | (probs < probs[:, :1] * rows.min_p[:, None])
     )
     # A greedy row keeps everything: it takes the greatest logit anyway.

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from sgl_ssd.errors import PairMismatchError
 
@@ -67,7 +68,7 @@ def _tokens(path: str, trust_remote_code: bool) -> list[str | None] | None:
     return tokens
 
 
-def read_config(path: str) -> dict:
+def read_config(path: str) -> dict[str, Any]:
     """The model's config.json as a dict."""
     file = os.path.join(path, "config.json")
     if not os.path.isfile(file):
@@ -75,10 +76,11 @@ def read_config(path: str) -> dict:
 
         file = cached_file(path, "config.json")
     with open(file, encoding="utf-8") as f:
-        return json.load(f)
+        config: dict[str, Any] = json.load(f)
+    return config
 
 
-def text_config(config: dict) -> dict:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a (perhaps multimodal) config that describes the language model."""
     return config.get("text_config") or config.get("llm_config") or config
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import ServerProcess
 from transformers import AutoTokenizer
 
+from servers import ServerProcess
 from sgl_ssd.models import TARGET_PATH
 
 MAX_STEPS = 12
@@ -54,7 +54,7 @@ def ssd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
 
 @pytest.fixture(scope="session")
 def plain_bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Plain SGLang on the bundled target in fp32, without the overlap loop (whose penalties lag)."""
+    """Plain SGLang on the bundled target, without the overlap loop, whose penalties lag."""
     log = tmp_path_factory.mktemp("plain-bundled") / "server.log"
     args = ["--model-path", str(TARGET_PATH), "--device", "cpu", "--dtype", "float32"]
     args += ["--disable-overlap-schedule"]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+
 from parity.harness import compare, configure, send_all, ssd_state
 from servers import ServerProcess
 

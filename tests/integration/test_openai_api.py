@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from openai import OpenAI
+
 from parity.harness import configure, ssd_state
 
 pytestmark = pytest.mark.integration

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from parity.harness import compare, configure, send_all, ssd_state
 from parity.mixes import RequestMix
 from servers import ServerProcess

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from servers import ServerProcess
 
+from servers import ServerProcess
 from sgl_ssd.sampling import TOP_K_ALL, RowSampling, coupled_scores
 
 TIE = 1e-4
