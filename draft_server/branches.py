@@ -122,6 +122,40 @@ class Part:
         return self.feed.end - self.feed.start if self.feed else 0
 
 
+@dataclass(frozen=True)
+class SharedContext:
+    """Lanes of one session, and the KV that any of them sees.
+
+    Lanes `first` to `first + N - 1` of the step. `slots` int64 [M]; `visible` bool [N, M]: which
+    of them each lane attends to.
+    """
+
+    first: int
+    slots: np.ndarray
+    visible: np.ndarray
+
+
+def shared_context(part: Part) -> SharedContext:
+    """The home row's slots once, then every branch's own."""
+    cache, kv, branches, step = part.draft.cache, part.draft.kv, part.branches, part.step
+    reach = cache.start[branches]  # a branch sees the home row up to its root
+    if part.feed:
+        reach = np.concatenate((np.arange(part.feed.start, part.feed.end) + 1, reach))
+    shared = int(reach.max())
+    steps = int(step.max()) + 1 if len(branches) else 0
+    home = kv.slots[:shared].astype(np.int64)
+    written = np.arange(steps) <= step[:, None]
+    # What is not written yet may hold anything; a masked NaN would still spoil the sum.
+    own = np.where(written, cache.slots[branches, :steps], home[0])
+    visible = np.zeros((len(reach), shared + own.size), bool)
+    visible[:, :shared] = np.arange(shared) < reach[:, None]
+    lane = np.arange(len(branches))
+    visible[part.num_feed + lane[:, None], shared + np.arange(own.size).reshape(own.shape)] = (
+        written
+    )
+    return SharedContext(part.offset, np.concatenate((home, own.reshape(-1))), visible)
+
+
 class StepBatch:
     """The lanes of one decode step: sessions add themselves until the cap is reached."""
 
@@ -129,6 +163,7 @@ class StepBatch:
         self.cap = cap
         self._scratch = scratch  # first of the lane ids that belong to no row
         self.size = 0
+        self.full = False  # a session had to be left out
         self.parts: list[Part] = []
         self._lanes: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
@@ -139,14 +174,17 @@ class StepBatch:
         # ... and after it, late roots: (lane to read, rank, row to write, excluded).
         self.late: list[tuple[int, LateRoots]] = []
 
-    def add(self, draft: Any, feed: Feed | None) -> bool:
-        """Put the session's runnable lanes in; False if that would exceed the cap."""
+    def add(self, draft: Any, feed: Feed | None) -> Part | None:
+        """Put the session's runnable lanes in; None if it has none, or they do not fit any more."""
         cache, row = draft.cache, draft.kv.row
         branches = cache.runnable()
         num_feed = feed.end - feed.start if feed else 0
         n = num_feed + len(branches)
-        if n == 0 or (self.size and self.size + n > self.cap):
-            return n == 0
+        if self.size and self.size + n > self.cap:
+            self.full = True
+            return None
+        if n == 0:
+            return None
         if feed:
             lanes = self._scratch + self.size + np.arange(num_feed)
             self._append(lanes, np.full(num_feed, row), np.arange(feed.start, feed.end))
@@ -160,9 +198,10 @@ class StepBatch:
             self._known.append((rows[fresh], cache.root[branches[fresh]]))
         self._append(rows, rows, cache.start[branches] + step)
         self._sessions.append(np.full(n, row))
-        self.parts.append(Part(draft, self.size, feed, branches, step))
+        part = Part(draft, self.size, feed, branches, step)
+        self.parts.append(part)
         self.size += n
-        return True
+        return part
 
     def _append(self, lanes: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> None:
         self._lanes.append(lanes)
@@ -174,6 +213,10 @@ class StepBatch:
         return np.stack(
             [np.concatenate(x) for x in (self._lanes, self._rows, self._positions, self._sessions)]
         )
+
+    def shared(self) -> list[SharedContext]:
+        """What each session's lanes attend to, for attention that reads shared KV once."""
+        return [shared_context(part) for part in self.parts]
 
     def known_tokens(self) -> np.ndarray | None:
         """int64 [2, M]: lanes and the tokens they start with."""

@@ -16,10 +16,18 @@ from sgl_ssd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-GAUGES = frozenset(
-    "peers sessions ready_sessions prefill_queue kv_total kv_available kv_evictable "
-    "build_step_ms jit_ms branch_rows".split()
-)
+GAUGES = {
+    "peers",
+    "sessions",
+    "ready_sessions",
+    "prefill_queue",
+    "kv_total",
+    "kv_available",
+    "kv_evictable",
+    "build_step_ms",
+    "jit_ms",
+    "branch_rows",
+}
 MAX_REQUEST_BYTES = 8 << 10
 REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 10.0

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
+from sgl_ssd.draft_server.drafts import Draft
 from sgl_ssd.draft_server.proposals import HostCopy
-
-if TYPE_CHECKING:
-    from sgl_ssd.draft_server.engine import Draft, DraftEngine
+from sgl_ssd.draft_server.stats import EngineStats
+from sgl_ssd.draft_server.steps import Stepper
 
 SHARED_PREFIX = 32
 """Prompts that begin alike for this long wait for each other, to share what one has computed."""
 
+Chunk = tuple[Draft, int, int]
+"""A session, and the first and the end of the positions to compute."""
+
 
 class PrefillQueue:
-    """First come, first served; several prompts share a chunk."""
+    """First come, first served; several prompts share a chunk of at most `chunk` tokens.
 
-    def __init__(self, engine: DraftEngine, chunk: int) -> None:
-        self._engine = engine
+    `done` gets each finished session and its guesses; `give_back` takes a session's KV away again
+    (its cached part is found when its turn comes).
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        stats: EngineStats,
+        chunk: int,
+        done: Callable[[Draft, np.ndarray], None],
+        give_back: Callable[[Draft, bool], None],
+    ) -> None:
+        self._stepper = stepper
+        self._kv = stepper.kv
+        self._stats = stats
         self._chunk = chunk
+        self._done = done
+        self._give_back = give_back
         self._waiting: deque[Draft] = deque()
-        self._short_at = 0
-        self._in_flight: deque[tuple[list[tuple[Draft, int, int]], HostCopy]] = deque()
+        self._short_at = 0  # what was free when the first in the queue found too little
+        self._in_flight: tuple[list[Chunk], HostCopy] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -35,13 +53,15 @@ class PrefillQueue:
         if self._in_flight:
             return True
         return bool(self._waiting) and not (
-            self._waiting[0].starved and self._engine.kv.room <= self._short_at
+            self._waiting[0].starved and self._kv.room <= self._short_at
         )
 
     def add(self, draft: Draft) -> None:
+        """`draft`'s tokens without KV are to be computed."""
         self._waiting.append(draft)
 
     def remove(self, draft: Draft) -> None:
+        """Forget `draft`, if it is here."""
         if draft in self._waiting:
             self._waiting.remove(draft)
 
@@ -50,81 +70,71 @@ class PrefillQueue:
         self._collect()
         if self._in_flight or not self.runnable:
             return
-        parts = self._choose()
-        if not parts:
+        chunks = self._choose()
+        if not chunks:
             return
-        engine = self._engine
-        engine._flush_rows()
-        rows = np.array([d.kv.row for d, _, _ in parts])
-        starts = np.array([s for _, s, _ in parts])
-        lengths = np.array([e - s for _, s, e in parts])
-        tokens = np.concatenate([np.array(d.tokens[s:e], np.int64) for d, s, e in parts])
-        logits = engine.runner.extend(rows, starts, lengths, tokens)
-        ids = engine.proposer.propose(
-            logits, rows, engine.runner.put(rows), engine.runner.put(starts + lengths)
-        )
-        engine.stats.prefill_tokens += len(tokens)
-        for draft, _, end in parts:
-            draft.kv.fed = end
-        self._in_flight.append((parts, HostCopy(ids)))
-        if engine.runner.device.type == "cpu":
+        rows = np.array([draft.home.row for draft, _, _ in chunks])
+        starts = np.array([start for _, start, _ in chunks])
+        lengths = np.array([end - start for _, start, end in chunks])
+        tokens = np.concatenate([np.array(d.tokens[a:b], np.int64) for d, a, b in chunks])
+        for draft, _, end in chunks:
+            draft.home.fed = end
+        self._in_flight = (chunks, self._stepper.extend(rows, starts, lengths, tokens))
+        self._stats.prefill_tokens += len(tokens)
+        if self._stepper.on_cpu:
             self._collect()
 
-    def _choose(self) -> list[tuple[Draft, int, int]]:
-        """(draft, start, end) of the coming chunk; makes room for it."""
-        parts: list[tuple[Draft, int, int]] = []
+    def _choose(self) -> list[Chunk]:
+        """What to compute now; rows and slots for it are taken."""
+        chunks: list[Chunk] = []
         left = self._chunk
-        heads: set[tuple[str, tuple[int, ...]]] = set()
-        for draft in self._waiting:
+        heads: set[tuple[str, bytes]] = set()
+        for draft in list(self._waiting):
             if left <= 0:
                 break
-            head = (draft.extra_key, tuple(draft.tokens[:SHARED_PREFIX]))
-            if head in heads and draft.kv is None:
+            head = (draft.extra_key, draft.tokens[:SHARED_PREFIX].tobytes())
+            if draft.kv is None and head in heads:
                 continue
             heads.add(head)
-            if not self._begin(draft) or not self._extend(draft, left):
+            if not self._make_room(draft, left):
                 self._starve(draft)
                 break
-            start, end = draft.kv.length, min(len(draft.tokens), draft.kv.length + left)
+            start, end = draft.home.length, min(len(draft.tokens), draft.home.length + left)
             draft.starved = False
-            parts.append((draft, start, end))
+            chunks.append((draft, start, end))
             left -= end - start
-        return parts
+        return chunks
 
-    def _extend(self, draft: Draft, left: int) -> bool:
-        end = min(len(draft.tokens), draft.kv.length + left)
-        return self._engine.kv.extend(draft.kv, end)
-
-    def _starve(self, draft: Draft) -> None:
-        """`draft` has to wait for memory. Others that wait behind it must not hold any."""
-        draft.starved = True
-        place = self._waiting.index(draft)
-        for other in list(self._waiting)[place + 1 :]:
-            if other.kv is not None:
-                self._engine._give_back(other, keep=True)
-                other.starved = True
-        self._short_at = self._engine.kv.room
-
-    def _begin(self, draft: Draft) -> bool:
-        """A home row and the cached prefix; False if all rows are taken."""
+    def _make_room(self, draft: Draft, left: int) -> bool:
+        """A home row, the cached prefix, and slots for the coming chunk."""
         if draft.kv is None:
-            engine = self._engine
-            draft.kv = engine.kv.open()
+            draft.kv = self._kv.open()
             if draft.kv is None:
                 return False
-            engine.proposer.set_session(draft.kv.row, draft.params)
-            cached = engine.kv.match(draft.kv, draft.tokens, draft.extra_key)
-            engine.stats.prefill_cached_tokens += cached
-        return True
+            self._stepper.proposer.set_session(draft.kv.row, draft.params)
+            cached = self._kv.match(draft.kv, draft.tokens, draft.extra_key)
+            self._stats.prefill_cached_tokens += cached
+        return self._kv.extend(draft.kv, min(len(draft.tokens), draft.kv.length + left))
+
+    def _starve(self, draft: Draft) -> None:
+        """`draft` has to wait for memory. Those behind it must not hold any meanwhile."""
+        draft.starved = True
+        for other in list(self._waiting)[self._waiting.index(draft) + 1 :]:
+            if other.kv is not None:
+                self._give_back(other, True)
+            other.starved = True
+        self._short_at = self._kv.room
 
     def _collect(self) -> None:
-        while self._in_flight and self._in_flight[0][1].ready():
-            parts, copy = self._in_flight.popleft()
-            for (draft, _, end), ids in zip(parts, copy.get(), strict=True):
-                if draft.kv is None or draft not in self._waiting:
-                    continue
-                draft.kv.length = end
-                if end == len(draft.tokens):
-                    self._waiting.remove(draft)
-                    self._engine.kv.publish(draft.kv, draft.tokens, draft.extra_key)
-                    self._engine.prefilled(draft, ids)
+        if not self._in_flight or not self._in_flight[1].ready():
+            return
+        chunks, copy = self._in_flight
+        self._in_flight = None
+        for (draft, _, end), guesses in zip(chunks, copy.get(), strict=True):
+            if draft not in self._waiting or draft.kv is None:
+                continue  # closed meanwhile
+            draft.kv.length = end
+            if end == len(draft.tokens):
+                self._waiting.remove(draft)
+                self._kv.publish(draft.kv, draft.tokens, draft.extra_key)
+                self._done(draft, guesses)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_ssd.sampling import TOP_K_ALL, RowSampling, coupled_scores
+from sgl_ssd.sampling import TOP_K_ALL, RowSampling, filter_scores, gumbel, hash_bits
+
+BELOW_ALL_KEPT = 64.0
+"""More than the noise spans (-3.2 to 22.9): kept tokens have the greatest scores without noise."""
+
+NOISE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,46 @@ class HostCopy:
         return self._host.numpy()
 
 
+class NoiseCache:
+    """Gumbel noise by (seed, position): branches at the same position share it, and steps too.
+
+    A ring of [V] vectors on the device; what is where is known on the host.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._size = max(64, min(1024, NOISE_BYTES // (4 * vocab_size)))
+        self._device = device
+        self._table: torch.Tensor | None = None  # float32 [size, V], made when first needed
+        self._places: dict[tuple[int, int], int] = {}
+
+    def rows(
+        self, keys: list[tuple[int, int]], seed: torch.Tensor, position: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [N, V] for N keys (seed, index of the token to be drawn).
+
+        `seed` and `position` int64 [N] are the same on the device.
+        """
+        missing = {key: i for i, key in enumerate(keys) if key not in self._places}
+        if len(self._places) + len(missing) > self._size:
+            self._places.clear()
+            missing = {key: i for i, key in enumerate(keys)}
+            if len(missing) > self._size:
+                return gumbel(hash_bits(seed, position, self._vocab_size))
+        if self._table is None:
+            self._table = torch.empty((self._size, self._vocab_size), device=self._device)
+        if missing:
+            which = self._put(list(missing.values()))
+            first = len(self._places)
+            noise = gumbel(hash_bits(seed[which], position[which], self._vocab_size))
+            self._table[first : first + len(missing)] = noise
+            self._places.update((key, place) for place, key in enumerate(missing, first))
+        return self._table[self._put([self._places[key] for key in keys])]
+
+    def _put(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values).to(self._device, non_blocking=True)
+
+
 class Proposer:
     """The sampler of all sessions, and the token each lane is to be fed next."""
 
@@ -69,6 +114,7 @@ class Proposer:
         self.device = device
         self.vocab_size = vocab_size
         self.width = min(width, vocab_size)
+        self._noise = NoiseCache(device, vocab_size)
         self.next_token = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self._params: list[SamplingParams] = [SamplingParams()] * num_sessions
         self._bias: dict[int, torch.Tensor] = {}
@@ -94,28 +140,60 @@ class Proposer:
             self._bias[index] = torch.from_numpy(dense).to(self.device)
 
     def propose(
-        self, logits: torch.Tensor, sessions: np.ndarray, session_ids: torch.Tensor,
-        position: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        logits: torch.Tensor,
+        sessions: np.ndarray,
+        positions: np.ndarray,
+        session_ids: torch.Tensor,
+        drawn_positions: torch.Tensor,
+    ) -> torch.Tensor:
         """The `width` best-scored ids of each row, best first: int64 [N, width].
 
-        logits float [N, V]; `sessions` int64 [N] on the host and `session_ids` the same on the
-        device; `position` int64 [N]: the absolute index of the token to be drawn.
+        logits float [N, V], after the token at `positions` (int64 [N], host) of `sessions` (int64
+        [N], host) was fed. On the device: the same sessions, and the absolute indices of the tokens
+        to be drawn, `positions` + 1.
         """
         present = set(sessions.tolist())
         logits = self._add_bias(logits, sessions, present)
         logits = self._mask(logits, sessions, present)
-        params = [self._params[s] for s in present]
-        rows = self._sampling
-        if not all(p.greedy for p in params):
-            rows = rows.select(session_ids)
-        rows.all_greedy = all(p.greedy for p in params)
-        rows.any_filter = any(p.filters for p in params)
-        scores = coupled_scores(logits, rows, position)
+        scores = self._scores(logits, sessions, positions, present, session_ids, drawn_positions)
         ids = scores.topk(min(self.width, scores.shape[1]), dim=-1).indices
         if ids.shape[1] < self.width:
             ids = torch.nn.functional.pad(ids, (0, self.width - ids.shape[1]))
         return ids
+
+    def _scores(
+        self,
+        logits: torch.Tensor,
+        sessions: np.ndarray,
+        positions: np.ndarray,
+        present: set[int],
+        session_ids: torch.Tensor,
+        drawn_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """`sampling.coupled_scores`, but excluded tokens stay in order, below all others.
+
+        They cannot be the draft's own choice, but may be the target's: its filters cut elsewhere.
+        """
+        scores = logits.float()
+        params = [self._params[s] for s in present]
+        if all(p.greedy for p in params):
+            return scores
+        rows = self._sampling.select(session_ids)
+        drawn = rows.temperature > 0
+        scores = scores / torch.where(drawn, rows.temperature, 1.0)[:, None]
+        if any(p.filters for p in params):
+            dropped = filter_scores(scores, rows).isneginf()
+            scores = torch.where(dropped, scores - BELOW_ALL_KEPT, scores)
+        keys = [
+            (self._params[s].seed, p + 1)
+            for s, p in zip(sessions.tolist(), positions.tolist(), strict=True)
+        ]
+        noise = self._noise.rows(keys, rows.seed, drawn_positions)
+        scores_with_noise = scores + noise[:, : scores.shape[1]]
+        if not any(p.greedy for p in params):
+            return scores_with_noise
+        return torch.where(drawn[:, None], scores_with_noise, scores)
 
     def _add_bias(
         self, logits: torch.Tensor, sessions: np.ndarray, present: set[int]

@@ -6,8 +6,9 @@ It knows rows of `req_to_token`, positions and tokens; nothing of sessions or sp
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_ssd.config import DraftServerConfig
+from sgl_ssd.draft_server.branches import SharedContext
 from sgl_ssd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,12 +37,14 @@ class Lanes:
 
     `rows`: rows of `req_to_token`, whose slots up to and including the position are filled.
     Several lanes may share a row at different positions: the KV of all lanes of a step is written
-    before any of them attends, so a run of known tokens can be fed in one step.
+    before any of them attends, so a run of known tokens can be fed in one step. `shared`, if given,
+    says the same as the rows in a form that attention on the CPU reads faster.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
     positions_host: np.ndarray
+    shared: Sequence[SharedContext] = ()
 
 
 def graph_sizes(cap: int) -> list[int]:
@@ -73,6 +78,11 @@ class DraftRunner:
                 "(no recurrent layers, no separate sliding-window pool)"
             )
         runner.init_attention_backends()
+        self._tree_attention = None
+        if str(runner.device) == "cpu":
+            from sgl_ssd.draft_server.attention import use_tree_attention
+
+            self._tree_attention = use_tree_attention(runner)
         runner.init_cuda_graphs()
         self._runner = runner
         self.device = torch.device(runner.device)
@@ -98,7 +108,7 @@ class DraftRunner:
 
     @torch.inference_mode()
     def decode(self, lanes: Lanes, tokens: torch.Tensor) -> torch.Tensor:
-        """Feed one token (int64 [N]) a lane; returns logits [N, V], valid until the next forward."""
+        """Feed one token (int64 [N]) a lane; logits [N, V], valid until the next forward."""
         seq_lens = lanes.positions + 1
         seq_lens_cpu = torch.from_numpy(lanes.positions_host + 1)
         n = len(lanes.positions_host)
@@ -115,7 +125,15 @@ class DraftRunner:
             orig_seq_lens=seq_lens.to(torch.int32),
             num_token_non_padded_cpu=n,
         )
-        return self._runner.forward(batch).logits_output.next_token_logits
+        if self._tree_attention is None:
+            return self._forward(batch)
+        # The way to the model without what `ModelRunner.forward` does for other devices and modes,
+        # which takes as long as a tiny model's forward itself.
+        backend = self._tree_attention
+        with forward_context(ForwardContext(attn_backend=backend)):
+            backend.plan_decode(batch, lanes.shared)
+            output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        return cast(torch.Tensor, output.next_token_logits)
 
     @torch.inference_mode()
     def extend(
@@ -151,7 +169,10 @@ class DraftRunner:
             extend_seq_lens_cpu=lengths.tolist(),
             extend_logprob_start_lens_cpu=[0] * len(rows),
         )
-        return self._runner.forward(batch).logits_output.next_token_logits
+        return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return cast(torch.Tensor, self._runner.forward(batch).logits_output.next_token_logits)
 
 
 def _batch(**fields: Any) -> ForwardBatch:

@@ -141,6 +141,11 @@ class SpeculationCache:
         self.length[branches] = step + 1
 
     @property
+    def unlaunched(self) -> bool:
+        """Whether a branch still needs steps."""
+        return bool(((self.launched < self.goal) & self.alive).any())
+
+    @property
     def complete(self) -> bool:
         """Whether every branch has all the tokens it is meant to get."""
         return bool(((self.length >= self.goal) | ~self.alive).all())

@@ -1,0 +1,59 @@
+"""One session as the engine knows it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from array import array
+from dataclasses import dataclass, field
+
+from sgl_ssd.draft_server.branches import Feed
+from sgl_ssd.draft_server.kv import SessionKV
+from sgl_ssd.draft_server.proposals import SamplingParams
+from sgl_ssd.draft_server.speculation_cache import SpeculationCache
+
+
+class Stage(enum.Enum):
+    """Where a session is."""
+
+    PREFILL = "prefill"  # its text is not in the KV pool yet
+    READY = "ready"
+    CONTEXT = "context"  # longer than the draft's context: nothing is drafted any more
+    CLOSED = "closed"
+
+
+@dataclass(eq=False)
+class Draft:
+    """Committed tokens, KV and speculation cache of a session.
+
+    In READY: `kv.length >= len(tokens) - 1 + len(guesses)` of the chain, that is, the KV reaches as
+    far as the guesses do. `answered` drafts of the chain are being verified. `generation` rises
+    when what is below the committed text is thrown away: results in flight are for an older one.
+    """
+
+    tokens: array[int]
+    params: SamplingParams
+    extra_key: str
+    num_steps: int
+    fan_out: list[int]
+    cache: SpeculationCache
+    stage: Stage = Stage.PREFILL
+    kv: SessionKV | None = None
+    starved: bool = False
+    answered: int = 0
+    generation: int = 0
+    feed: Feed | None = None
+    building: bool = False
+    built_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def chain(self) -> list[int]:
+        """The speculation: drafts after the last committed token."""
+        return self.cache.chain
+
+    @property
+    def home(self) -> SessionKV:
+        """`kv` of a session that has one (READY, or in the middle of its prefill)."""
+        if self.kv is None:
+            raise RuntimeError("this session holds no KV")
+        return self.kv

@@ -1,0 +1,87 @@
+"""One forward of the draft over many lanes, from host arrays to token ids on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sgl_ssd.draft_server.branches import SharedContext, StepBatch
+from sgl_ssd.draft_server.kv import KVSpace
+from sgl_ssd.draft_server.proposals import HostCopy, Proposer, excluding
+from sgl_ssd.draft_server.runner import DraftRunner, Lanes
+
+
+class Stepper:
+    """Runner, sampler and row table as one: what a step writes, feeds and draws.
+
+    A *lane* is an entry of the table of next tokens. Lane i < num_rows belongs to row i of
+    `req_to_token`; those from `scratch` on serve lanes that are fed once.
+    """
+
+    def __init__(self, runner: DraftRunner, kv: KVSpace, width: int, max_scratch: int) -> None:
+        self.runner = runner
+        self.kv = kv
+        self.scratch = runner.num_rows
+        self.proposer = Proposer(
+            runner.device, runner.vocab_size, runner.num_rows, runner.num_rows + max_scratch, width
+        )
+        self.on_cpu = runner.device.type == "cpu"
+
+    def flush_rows(self) -> None:
+        """Tell the device of all changes to its row table."""
+        self.runner.write_rows(self.kv.take_writes())
+
+    def set_tokens(self, known: np.ndarray) -> None:
+        """`known` int64 [2, M]: lanes, and the tokens they are to be fed next."""
+        lanes, tokens = self.runner.put(known)
+        self.proposer.next_token[lanes] = tokens
+
+    def decode(
+        self,
+        lanes: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        sessions: np.ndarray,
+        shared: Sequence[SharedContext] = (),
+    ) -> torch.Tensor:
+        """Feed each lane its next token (all int64 [N]).
+
+        Returns the best ids of each lane: int64 [N, width]; the first is the draft's own token.
+        """
+        packed = self.runner.put(np.stack((lanes, rows, positions, sessions)))
+        tokens = self.proposer.next_token[packed[0]]
+        logits = self.runner.decode(Lanes(packed[1], packed[2], positions, shared), tokens)
+        return self.proposer.propose(logits, sessions, positions, packed[3], packed[2] + 1)
+
+    def run(self, batch: StepBatch) -> HostCopy:
+        """A build step: every lane's token becomes its next input, late roots get theirs."""
+        self.flush_rows()
+        known = batch.known_tokens()
+        if known is not None:
+            self.set_tokens(known)
+        lanes, rows, positions, sessions = batch.packed()
+        shared = batch.shared() if self.on_cpu else ()
+        ids = self.decode(lanes, rows, positions, sessions, shared)
+        next_token = self.proposer.next_token
+        next_token[self.runner.put(lanes)] = ids[:, 0]
+        late = batch.late_roots()
+        if late is not None:
+            excluded = batch.excluded()
+            roots = ids if excluded is None else excluding(ids, self.runner.put(excluded))
+            lane, rank, row = self.runner.put(late)
+            next_token[row] = roots[lane, rank]
+        return HostCopy(ids)
+
+    def extend(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> HostCopy:
+        """Feed runs of known tokens (see `DraftRunner.extend`): the best ids after each run."""
+        self.flush_rows()
+        logits = self.runner.extend(rows, starts, lengths, tokens)
+        ends = starts + lengths
+        ids = self.proposer.propose(
+            logits, rows, ends - 1, self.runner.put(rows), self.runner.put(ends)
+        )
+        return HostCopy(ids)
