@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ssd.config import BACKUPS, DraftServerConfig, VerifierConfig
+from sgl_ssd.config import BACKUPS, DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import parse_fan_out
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
@@ -141,6 +141,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         ("--dtype", {}),
         ("--tp-size", {"type": int, "default": 1}),
         ("--tensor-parallel-size", {"type": int, "dest": "tp_size", "default": 1}),
+        ("--tp", {"type": int, "dest": "tp_size", "default": 1}),  # SGLang takes abbreviations
         ("--base-gpu-id", {"type": int, "default": 0}),
         ("--max-running-requests", {"type": int}),
         ("--log-level", {"default": "info"}),
@@ -166,6 +167,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
             "--speculative-draft-model-path is missing: name a small model of the target's "
             "vocabulary, or a running draft server with --ssd-draft-endpoint"
         )
+    check_num_steps(ours.speculative_num_steps)
     fan_out = parse_fan_out(ours.ssd_fan_out, ours.speculative_num_steps)
     verifier = VerifierConfig(
         endpoint=ours.ssd_draft_endpoint or private_endpoint,

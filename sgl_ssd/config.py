@@ -6,6 +6,7 @@ JSON in one environment variable.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -52,9 +53,21 @@ class DraftServerConfig:
             self.mem_fraction_static is None or 0 < self.mem_fraction_static < 1,
             f"--ssd-draft-mem-fraction-static {self.mem_fraction_static}: must lie between 0 and 1",
         )
-        _require(self.prefill_chunk > 0, "--prefill-chunk: must be positive")
-        _require(self.max_sessions > 0, "--max-sessions: must be positive")
-        _require(self.lease_s > 0, "--lease-s: must be positive")
+        for flag, count in (
+            ("--ssd-draft-max-total-tokens", self.max_total_tokens),
+            ("--ssd-draft-context-length", self.context_length),
+            ("--max-running-requests/--max-sessions", self.max_sessions),
+            ("--prefill-chunk", self.prefill_chunk),
+            ("--lease-s", self.lease_s),
+        ):
+            _require(count is None or count > 0, f"{flag} {count}: must be positive")
+        _require(
+            self.base_gpu_id >= 0, f"--ssd-draft-base-gpu-id {self.base_gpu_id}: must be at least 0"
+        )
+        _require(
+            self.http_port is None or 0 < self.http_port < 65536,
+            f"--ssd-draft-http-port {self.http_port}: must lie in 1..65535",
+        )
 
 
 @dataclass(frozen=True)
@@ -74,13 +87,13 @@ class VerifierConfig:
         check_endpoint(self.endpoint)
         _check_common(self.num_steps, self.backup, 1)
         _require(
-            self.draft_start_timeout_s > 0,
-            f"--ssd-draft-start-timeout {self.draft_start_timeout_s}: must be positive",
+            0 < self.draft_start_timeout_s < math.inf,
+            f"--ssd-draft-start-timeout {self.draft_start_timeout_s}: must be positive and finite",
         )
         check_fan_out(self.fan_out, self.num_steps)
         _require(
-            self.draft_timeout_ms is None or self.draft_timeout_ms > 0,
-            f"--ssd-draft-timeout-ms {self.draft_timeout_ms}: must be positive "
+            self.draft_timeout_ms is None or 0 < self.draft_timeout_ms < math.inf,
+            f"--ssd-draft-timeout-ms {self.draft_timeout_ms}: must be positive and finite "
             "(leave it out for a deadline from measured times)",
         )
 
@@ -100,10 +113,15 @@ def _require(ok: bool, text: str) -> None:
         raise ConfigError(text)
 
 
-def _check_common(num_steps: int, backup: str, max_branch_rows: int) -> None:
+def check_num_steps(num_steps: int) -> None:
+    """Refuse a K that the wire cannot carry. Raises `ConfigError`."""
     _require(
         1 <= num_steps <= MAX_STEPS,
         f"--speculative-num-steps {num_steps}: must lie in 1..{MAX_STEPS}",
     )
+
+
+def _check_common(num_steps: int, backup: str, max_branch_rows: int) -> None:
+    check_num_steps(num_steps)
     _require(backup in BACKUPS, f"--ssd-backup {backup!r}: choose one of {', '.join(BACKUPS)}")
     _require(max_branch_rows >= 1, f"--ssd-max-branch-rows {max_branch_rows}: must be positive")

@@ -34,7 +34,8 @@ def check_fan_out(values: list[int], num_steps: int) -> list[int]:
             "(one for each accepted length 0..K)"
         )
     if any(not 0 <= f <= MAX_FAN_OUT for f in values):
-        raise ConfigError(f"--ssd-fan-out: every entry must lie in 0..{MAX_FAN_OUT}")
+        text = ",".join(map(str, values))
+        raise ConfigError(f"--ssd-fan-out {text}: every entry must lie in 0..{MAX_FAN_OUT}")
     return values
 
 
