@@ -1,0 +1,257 @@
+"""The launcher's command line: what is ours, what is SGLang's, and that nothing is lost."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from sgl_ssd.args import LaunchPlan, add_ssd_args, parse
+from sgl_ssd.config import DraftServerConfig
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
+
+PRIVATE = "ipc:///tmp/sgl_ssd_test/draft"
+PAIR = ["--model-path", "T", "--speculative-draft-model-path", "D"]
+OURS = ["--speculative-algorithm", "SSD", "--speculative-num-steps", "4"]
+
+
+def plan(*argv: str) -> LaunchPlan:
+    return parse(list(argv), PRIVATE)
+
+
+def pair(*argv: str) -> LaunchPlan:
+    return plan(*PAIR, *argv)
+
+
+def draft(*argv: str) -> DraftServerConfig:
+    config = pair(*argv).draft
+    assert config is not None
+    return config
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        plan(*argv)
+    return str(error.value)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def test_without_arguments_the_bundled_pair_is_served() -> None:
+    p = plan()
+    assert (p.target_path, p.draft_path) == (str(TARGET_PATH), str(DRAFT_PATH))
+    assert p.draft is not None and p.draft.model_path == str(DRAFT_PATH)
+    assert p.sglang_argv == ["--model-path", str(TARGET_PATH), *OURS]
+    assert p.verifier.endpoint == p.draft.endpoint == PRIVATE
+    assert p.verifier.drafting and not p.verifier.draft_required
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model-path", "T", "--speculative-draft-model-path", "D"],
+        ["--model", "T", "--speculative-draft-model", "D"],
+        ["--model-path=T", "--speculative-draft-model-path=D"],
+        ["--model=T", "--speculative-draft-model=D"],
+        ["--speculative-draft-model", "D", "--model", "T"],
+        ["--model", "X", "--model", "T", "--speculative-draft-model", "D"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_name_the_models(argv: list[str]) -> None:
+    p = plan(*argv)
+    assert (p.target_path, p.draft_path) == ("T", "D")
+    assert p.draft is not None and p.draft.model_path == "D"
+    assert p.sglang_argv == ["--model-path", "T", *OURS]
+
+
+def test_a_target_without_a_draft_is_refused() -> None:
+    message = refusal("--model-path", "T")
+    assert "--speculative-draft-model-path" in message and "--ssd-draft-endpoint" in message
+
+
+def test_a_draft_without_a_target_is_refused() -> None:
+    message = refusal("--speculative-draft-model", "D")
+    assert "--speculative-draft-model-path" in message and "--model-path" in message
+
+
+def test_a_draft_server_that_runs_elsewhere() -> None:
+    p = plan("--model-path", "T", "--ssd-draft-endpoint", "tcp://127.0.0.1:7000")
+    assert p.draft is None and p.draft_path is None
+    assert p.verifier.endpoint == "tcp://127.0.0.1:7000"
+    message = refusal("--model-path", "T", "--ssd-draft-endpoint", "tcp://10.0.0.1:7000")
+    assert "tcp://10.0.0.1:7000" in message
+
+
+# -- SGLang's flags pass through -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--port", "30001"], ["--port=30001"], ["--host", "0.0.0.0"], ["--tp-size", "2"],
+        ["--unknown-flag-of-tomorrow"], ["--unknown-flag-of-tomorrow", "7"],
+        ["--device", "cpu"], ["--dtype=float32"], ["--trust-remote-code"], ["--base-gpu-id", "3"],
+        ["--max-running-requests", "9"], ["--log-level", "debug"], ["--tp", "2"],
+        ["--cuda-graph-bs", "1", "2", "4"], ["--chat-template", "a b"], ["--json", '{"a": 1}'],
+        ["--port", "1", "--port", "2"], ["--config", "file.yaml"], ["--stop", "-1"],
+        ["--model-impl", "sglang"], ["--speculative-attention-mode", "decode"],
+        ["--speculative-draft-model-quantization", "fp8"], ["--speculative-num-draft-tokens", "5"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_sglang_gets_its_flags_untouched(argv: list[str]) -> None:
+    expected = ["--model-path", "T", *argv, *OURS]
+    assert pair(*argv).sglang_argv == expected
+    assert plan(*argv, *PAIR).sglang_argv == expected
+    assert plan(*PAIR[:2], *argv, *PAIR[2:]).sglang_argv == expected
+
+
+def test_our_flags_do_not_reach_sglang() -> None:
+    argv = [
+        "--ssd-fan-out", "2", "--ssd-backup=fast", "--ssd-drafting", "off", "--ssd-draft-required",
+        "--ssd-draft-timeout-ms", "3", "--ssd-draft-start-timeout=9", "--ssd-draft-device", "cpu",
+        "--ssd-draft-base-gpu-id", "1", "--ssd-max-branch-rows", "8", "--ssd-draft-dtype", "half",
+        "--ssd-draft-attention-backend", "a", "--ssd-draft-mem-fraction-static", "0.3",
+        "--ssd-draft-max-total-tokens", "99", "--ssd-draft-context-length", "77",
+        "--ssd-draft-http-port", "8099",
+    ]  # fmt: skip
+    parser = argparse.ArgumentParser(add_help=False)
+    add_ssd_args(parser)
+    flags = {f for a in parser._actions for f in a.option_strings if f.startswith("--ssd-")}
+    given = {a.split("=")[0] for a in argv if a.startswith("--")}
+    assert given == flags - {"--ssd-draft-endpoint"}, "this test gives every flag"
+    assert pair(*argv).sglang_argv == ["--model-path", "T", *OURS]
+
+
+def test_a_misspelt_flag_of_ours_is_not_swallowed() -> None:
+    assert "--ssd-fanout" in pair("--ssd-fanout", "2").sglang_argv, "SGLang will refuse it"
+    assert "--ssd-fan" in pair("--ssd-fan", "2").sglang_argv, "no abbreviations"
+
+
+@pytest.mark.parametrize("name", ["SSD", "ssd"])
+def test_the_algorithm_may_be_named(name: str) -> None:
+    argv = pair("--speculative-algorithm", name).sglang_argv
+    assert argv.count("--speculative-algorithm") == 1
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "NGRAM", "STANDALONE", "SSDX"])
+def test_another_algorithm_is_refused(name: str) -> None:
+    message = refusal(*PAIR, "--speculative-algorithm", name)
+    assert f"--speculative-algorithm {name}" in message and "sglang.launch_server" in message
+
+
+# -- what reaches the draft server and the verifier ----------------------------------------------
+
+
+def test_everything_reaches_the_draft_server() -> None:
+    config = draft(
+        "--speculative-num-steps", "2", "--ssd-fan-out", "3,2,1", "--ssd-backup", "fast",
+        "--ssd-max-branch-rows", "8", "--ssd-draft-device", "cpu", "--ssd-draft-base-gpu-id", "5",
+        "--ssd-draft-dtype", "float16", "--ssd-draft-attention-backend", "a",
+        "--ssd-draft-mem-fraction-static", "0.3", "--ssd-draft-max-total-tokens", "99",
+        "--ssd-draft-context-length", "77", "--max-running-requests", "9", "--trust-remote-code",
+        "--log-level", "debug", "--ssd-draft-http-port", "8099",
+    )  # fmt: skip
+    assert config == DraftServerConfig(
+        endpoint=PRIVATE, model_path="D", num_steps=2, fan_out=[3, 2, 1], backup="fast",
+        max_branch_rows=8, device="cpu", base_gpu_id=5, dtype="float16", attention_backend="a",
+        mem_fraction_static=0.3, max_total_tokens=99, context_length=77, max_sessions=9,
+        trust_remote_code=True, log_level="debug", http_port=8099,
+    )  # fmt: skip
+    same = {"endpoint", "model_path", "prefill_chunk", "lease_s"}
+    default = draft()
+    for f in fields(config):
+        assert f.name in same or getattr(config, f.name) != getattr(default, f.name), f.name
+
+
+def test_everything_reaches_the_verifier() -> None:
+    v = pair(
+        "--speculative-num-steps=3", "--ssd-fan-out", "3", "--ssd-backup", "none",
+        "--ssd-drafting", "off", "--ssd-draft-timeout-ms", "2.5", "--ssd-draft-required",
+        "--ssd-draft-start-timeout", "11",
+    ).verifier  # fmt: skip
+    assert (v.num_steps, v.fan_out, v.backup, v.drafting) == (3, [3] * 4, "none", False)
+    assert (v.draft_timeout_ms, v.draft_required, v.draft_start_timeout_s) == (2.5, True, 11.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpu"),
+    [
+        ([], 1), (["--tp-size", "2"], 2), (["--tensor-parallel-size=4"], 4), (["--tp", "2"], 2),
+        (["--tp=8"], 8), (["--base-gpu-id", "2"], 3), (["--base-gpu-id=2", "--tp-size=2"], 4),
+        (["--ssd-draft-base-gpu-id", "0", "--tp-size", "2"], 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_draft_sits_behind_the_gpus_of_the_target(argv: list[str], gpu: int) -> None:
+    assert draft(*argv).base_gpu_id == gpu
+
+
+@pytest.mark.parametrize(
+    ("argv", "changes"),
+    [
+        (["--device", "cpu"], {"device": "cpu"}),
+        (["--device", "cuda", "--ssd-draft-device", "cpu"], {"device": "cpu"}),
+        (["--dtype", "float32"], {"dtype": "float32"}),
+        (["--dtype", "float32", "--ssd-draft-dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        (["--ssd-backup", "auto"], {"backup": "jit"}),
+        ([], {"device": "auto", "dtype": "auto", "backup": "jit", "max_sessions": 256}),
+    ],
+    ids=str,
+)
+def test_what_the_draft_takes_over_from_the_target(argv: list[str], changes: dict) -> None:
+    config: Any = draft(*argv)
+    assert {name: getattr(config, name) for name in changes} == changes
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--speculative-num-steps", "0"], ["--speculative-num-steps 0", "1..64"]),
+        (["--speculative-num-steps", "-5"], ["--speculative-num-steps -5", "1..64"]),
+        (["--speculative-num-steps", "1000000000000"], ["--speculative-num-steps 1", "1..64"]),
+        (["--ssd-fan-out", "x"], ["--ssd-fan-out 'x'", "5 numbers"]),
+        (["--ssd-fan-out", "1,2"], ["--ssd-fan-out", "2 entries", "needs 5"]),
+        (["--ssd-fan-out", "99"], ["--ssd-fan-out", "99", "0..64"]),
+        (["--ssd-draft-timeout-ms", "-1"], ["--ssd-draft-timeout-ms -1.0", "must be positive"]),
+        (["--ssd-draft-timeout-ms", "inf"], ["--ssd-draft-timeout-ms inf", "must be positive"]),
+        (["--ssd-draft-start-timeout", "0"], ["--ssd-draft-start-timeout 0.0", "positive"]),
+        (["--ssd-max-branch-rows", "0"], ["--ssd-max-branch-rows 0", "positive"]),
+        (["--ssd-draft-mem-fraction-static", "2"], ["-fraction-static 2.0", "between 0 and 1"]),
+        (["--ssd-draft-http-port", "99999"], ["http-port 99999", "1..65535"]),
+        (["--max-running-requests", "-1"], ["--max-running-requests", "-1", "positive"]),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_by_flag_value_and_remedy(argv: list[str], parts: list[str]) -> None:
+    message = refusal(*PAIR, *argv)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--speculative-num-steps", "four"], ["--ssd-backup", "slow"], ["--ssd-drafting", "maybe"],
+        ["--ssd-draft-timeout-ms", "soon"], ["--model-path"], ["--ssd-max-branch-rows", "1.5"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_malformed_flags_end_with_status_2_and_their_name(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        plan(*PAIR, *argv)
+    assert end.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_help_can_be_printed() -> None:
+    parser = argparse.ArgumentParser()
+    add_ssd_args(parser)
+    text = parser.format_help()
+    assert "--ssd-fan-out" in text and "(default: 4)" in text
