@@ -90,6 +90,7 @@ def draft_command(config: DraftServerConfig) -> list[str]:
         ("--context-length", config.context_length),
         ("--max-sessions", config.max_sessions),
         ("--prefill-chunk", config.prefill_chunk),
+        ("--lease-s", config.lease_s),
         ("--log-level", config.log_level),
         ("--http-port", config.http_port),
         ("--parent-pid", os.getpid()),
