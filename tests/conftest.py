@@ -23,7 +23,7 @@ def plain_server(
 ) -> Iterator[ServerProcess]:
     """Plain SGLang on the CPU, overlap scheduler on, no speculation: what others compare with."""
     log = tmp_path_factory.mktemp("plain-server") / "server.log"
-    args = ["--model-path", str(tiny_llama), "--device", "cpu", "--dtype", "float32"]
+    args = ["--model-path", str(tiny_llama), "--device", "cpu"]
     with ServerProcess("sglang.launch_server", args, log=log) as server:
         yield server
         server.assert_ends_cleanly()

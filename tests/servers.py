@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-READY_SECONDS = 240.0
+READY_SECONDS = 420.0
 STOP_SECONDS = 30.0
 TAIL_LINES = 60
 

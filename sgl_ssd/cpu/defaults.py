@@ -37,6 +37,11 @@ def apply_defaults(server_args: ServerArgs) -> None:
     if args.grammar_backend is None:
         args.grammar_backend = "llguidance"
     args.sleep_on_idle = True
+    if args.dtype == "auto" and args.quantization is None:
+        # SGLang would turn a float32 checkpoint into float16, which a CPU emulates.
+        args.dtype = "float32"
+        vars(args).pop("model_config", None)  # was made for the other dtype
+        logger.info("CPU: computing in float32; --dtype bfloat16 halves the memory")
     args.disable_custom_all_reduce = True
     if args.chunked_prefill_size is None:
         args.chunked_prefill_size = CHUNKED_PREFILL_SIZE
@@ -44,8 +49,8 @@ def apply_defaults(server_args: ServerArgs) -> None:
         args.max_running_requests = MAX_RUNNING_REQUESTS
     if args.mem_fraction_static is None:
         args.mem_fraction_static = 0.5
-    if args.max_total_tokens is None:
-        args.max_total_tokens = default_kv_tokens(args)
+        if args.max_total_tokens is None:
+            args.max_total_tokens = default_kv_tokens(args)
     _set_threads(args.tp_size)
 
 

@@ -76,6 +76,7 @@ def test_runs_overlapped_with_cpu_defaults(plain_server: ServerProcess) -> None:
     info = plain_server.get("/server_info")
     assert info["disable_overlap_schedule"] is False
     assert info["device"] == "cpu"
+    assert info["dtype"] == "float32"
     assert info["attention_backend"] == "torch_native"
     assert info["sampling_backend"] == "pytorch"
     assert info["grammar_backend"] == "llguidance"

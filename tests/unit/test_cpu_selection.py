@@ -94,6 +94,8 @@ def _args(**changes: Any) -> Any:
         get_num_kv_heads=lambda tp_size: max(1, 2 // tp_size),
     )
     fields: dict[str, Any] = {
+        "dtype": "auto",
+        "quantization": None,
         "attention_backend": None,
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
@@ -130,6 +132,7 @@ def test_defaults() -> None:
     assert args.sampling_backend == "pytorch"
     assert args.grammar_backend == "llguidance"
     assert args.sleep_on_idle
+    assert args.dtype == "float32"
     assert args.max_running_requests == 48
     assert args.max_total_tokens == defaults.KV_POOL_TOKENS
     before = dict(vars(args))
@@ -139,6 +142,7 @@ def test_defaults() -> None:
 
 def test_what_the_user_set_stays() -> None:
     chosen = {
+        "dtype": "bfloat16",
         "grammar_backend": "none",
         "chunked_prefill_size": 16,
         "max_running_requests": 3,
@@ -148,6 +152,12 @@ def test_what_the_user_set_stays() -> None:
     args = _args(**chosen)
     defaults.apply_defaults(args)
     assert {name: getattr(args, name) for name in chosen} == chosen
+
+
+def test_a_memory_fraction_sizes_the_kv_pool() -> None:
+    args = _args(mem_fraction_static=0.1)
+    defaults.apply_defaults(args)
+    assert args.max_total_tokens is None
 
 
 def test_kv_pool_of_a_larger_model_is_bounded_in_bytes() -> None:
