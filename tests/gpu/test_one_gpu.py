@@ -23,6 +23,7 @@ pytestmark = [
 
 COMMON = ["--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled"]
 COMMON += ["--mem-fraction-static", "0.3", "--skip-server-warmup", "--cuda-graph-max-bs", "16"]
+COMMON += ["--max-total-tokens", "200000"]
 HELD_OUT = Path(__file__).parents[2] / "benchmarks" / "pairs" / "held_out.jsonl"
 
 
@@ -49,6 +50,7 @@ def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     args = ["--model-path", str(TARGET_PATH), "--speculative-draft-model-path", str(DRAFT_PATH)]
     args += [*COMMON, "--speculative-num-steps", "7", "--ssd-draft-base-gpu-id", "0"]
     args += ["--ssd-draft-mem-fraction-static", "0.3", "--ssd-draft-attention-backend", "triton"]
+    args += ["--ssd-draft-max-total-tokens", "200000", "--ssd-max-branch-rows", "128"]
     with ServerProcess("sgl_ssd.launch_server", args, log=log, ready_path="/health") as server:
         print(server.tail(20))
         yield server
