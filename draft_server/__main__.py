@@ -22,14 +22,20 @@ def main(argv: list[str] | None = None) -> int:
     """Run the draft server; returns the exit code."""
     try:
         config, options = parse_args(argv)
-        logging.basicConfig(
-            level=config.log_level.upper(),
-            format="[%(asctime)s draft_server] %(levelname)s: %(message)s",
-        )
+        _configure_logging(config.log_level)
         return serve(config, options)
     except SSDError as e:
         print(f"draft server: {e}", file=sys.stderr)
         return 2
+
+
+def _configure_logging(level: str) -> None:
+    """State changes only: SGLang's own messages about the model it loads count as debugging."""
+    logging.basicConfig(
+        level=level.upper(), format="[%(asctime)s draft_server] %(levelname)s: %(message)s"
+    )
+    if level.lower() != "debug":
+        logging.getLogger("sglang").setLevel(logging.WARNING)
 
 
 def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
@@ -125,7 +131,7 @@ def _build(config: DraftServerConfig, options: ProcessOptions) -> tuple[DraftSer
     if config.http_port is not None:
         from sgl_ssd.draft_server.http import HttpSide
 
-        http = HttpSide(config.http_port, server.summary)
+        http = HttpSide(config.http_port, lambda: server.snapshot)
 
     def close() -> None:
         channel.close()

@@ -52,7 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefill-chunk", type=int, default=512, help="prompt tokens between two decode steps")
     add("--lease-s", type=float, default=60.0, help="forget a verifier silent for this long")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    add("--log-level", default="info", help="debug, info, warning, error")
+    add(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info",
+        help="what to write to stderr",
+    )  # fmt: skip
     add(
         "--http-port", type=int, default=None,
         help="serve /health, /metrics and /stats on this port of 127.0.0.1",

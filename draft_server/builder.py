@@ -69,6 +69,7 @@ class Builder:
         if any(fork.late for fork in added):
             draft.feed = make_feed(draft.tokens, cache.chain, kv.length, end, draft.generation)
             self._attach_late(draft, draft.feed, added)
+        draft.built_at = None
         if draft.feed is None and cache.complete:
             draft.built_at = time.monotonic()
         elif not draft.building:
@@ -115,6 +116,14 @@ class Builder:
             own = cache.chain[depth] if depth < len(cache.chain) else -1
             position = len(draft.tokens) - 1 + depth
             feed.late.append(LateRoots(position, own, branches, cache.row[branches]))
+
+    def ahead(self, draft: Draft) -> float:
+        """Seconds since the draft's build was complete; negative: until it will be."""
+        if draft.built_at is not None:
+            return time.monotonic() - draft.built_at
+        cache = draft.cache
+        left = int(((cache.goal - cache.length) * cache.alive).max(initial=0))
+        return -(left + (draft.feed is not None)) * self._stats.mean_step_s
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ def prepare_device(device: str, num_threads: int | None) -> str:
     elif device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
     os.environ["SGLANG_SSD_DEVICE"] = device
+    torch.set_grad_enabled(False)
     if device == "cpu":
         threads = num_threads or 1
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sgl_ssd.draft_server.branches import Feed
 from sgl_ssd.draft_server.kv import SessionKV
@@ -19,6 +18,7 @@ class Stage(enum.Enum):
     PREFILL = "prefill"  # its text is not in the KV pool yet
     READY = "ready"
     CONTEXT = "context"  # longer than the draft's context: nothing is drafted any more
+    TOO_LARGE = "too large"  # longer than the whole KV pool
     CLOSED = "closed"
 
 
@@ -44,7 +44,8 @@ class Draft:
     generation: int = 0
     feed: Feed | None = None
     building: bool = False
-    built_at: float = field(default_factory=time.monotonic)
+    built_at: float | None = None  # when the build was complete; None: not yet
+    ahead_s: float = 0.0  # how long before the last news that was; negative: behind
 
     @property
     def chain(self) -> list[int]:

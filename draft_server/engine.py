@@ -25,6 +25,11 @@ from sgl_ssd.draft_server.steps import Stepper
 from sgl_ssd.protocol import Status
 
 MIN_WIDTH = 8
+_STATUS = {
+    Stage.PREFILL: Status.PREFILLING,
+    Stage.CONTEXT: Status.CONTEXT,
+    Stage.TOO_LARGE: Status.NO_MEMORY,
+}
 
 
 class DraftEngine:
@@ -62,7 +67,7 @@ class DraftEngine:
 
     def open(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         params: SamplingParams,
         extra_key: str,
         num_steps: int,
@@ -70,11 +75,13 @@ class DraftEngine:
     ) -> Draft:
         """A session with these committed tokens; its prompt is prefilled by `work`."""
         cache = SpeculationCache(self.num_steps, self.width)
-        draft = Draft(array("q", tokens), params, extra_key, num_steps, list(fan_out), cache)
-        if len(draft.tokens) > self.context_len:
-            draft.stage = Stage.CONTEXT
-        else:
+        text = array("q")
+        text.frombytes(np.asarray(tokens, np.int64).tobytes())
+        draft = Draft(text, params, extra_key, num_steps, list(fan_out), cache)
+        stage = self._stage_for(len(draft.tokens))
+        if stage is Stage.PREFILL:
             self._queue.add(draft)
+        draft.stage = stage
         return draft
 
     def close(self, draft: Draft, keep: bool = True) -> None:
@@ -87,6 +94,12 @@ class DraftEngine:
         self._ready += 1
         draft.cache.guesses = [guesses]
         self.plan(draft)
+
+    def _stage_for(self, length: int) -> Stage:
+        """What becomes of a text of `length` tokens whose KV is to be computed."""
+        if length > self.context_len:
+            return Stage.CONTEXT
+        return Stage.TOO_LARGE if length > self.kv.slots.size else Stage.PREFILL
 
     def _leave(self, draft: Draft, stage: Stage, keep: bool = True) -> None:
         """To a stage in which nothing is drafted."""
@@ -119,15 +132,14 @@ class DraftEngine:
         """
         if draft.stage is not Stage.READY:
             return self._wait(draft, new)
+        draft.ahead_s = self._builder.ahead(draft)
         walk = self._walk(draft, new)
         if new:
             self._adopt(draft, walk, new)
-        if len(draft.tokens) > self.context_len:
-            self._leave(draft, Stage.CONTEXT)
-            return Status.CONTEXT
-        if len(draft.tokens) - draft.home.length > MAX_FEED:
-            self._leave(draft, Stage.PREFILL)
-            return Status.PREFILLING
+        stage = self._stage_for(len(draft.tokens))
+        if stage is not Stage.PREFILL or len(draft.tokens) - draft.home.length > MAX_FEED:
+            self._leave(draft, stage)
+            return _STATUS[stage]
         if not walk.complete:
             return None
         if walk.branch < 0 and len(draft.chain) < draft.num_steps:
@@ -139,11 +151,12 @@ class DraftEngine:
     def _wait(self, draft: Draft, new: Sequence[int]) -> Status:
         """News for a session that is not ready: its text grows."""
         draft.tokens.extend(new)
-        if draft.stage is Stage.PREFILL and len(draft.tokens) > self.context_len:
-            self._leave(draft, Stage.CONTEXT)
-        if draft.stage is Stage.CONTEXT:
-            return Status.CONTEXT
-        return Status.NO_MEMORY if draft.starved else Status.PREFILLING
+        stage = self._stage_for(len(draft.tokens))
+        if draft.stage is not stage:
+            self._leave(draft, stage)
+        if stage is Stage.PREFILL and draft.starved:
+            return Status.NO_MEMORY
+        return _STATUS[stage]
 
     def _walk(self, draft: Draft, new: Sequence[int]) -> Walk:
         cache = draft.cache

@@ -21,6 +21,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_ssd.errors import SSDError
 
+LONG_COPY = 1024
+"""Columns; more than that are copied on the device instead of sent."""
+
 
 class MemoryAccountingError(SSDError):
     """A KV slot leaked or has two owners: a bug."""
@@ -62,6 +65,24 @@ class SlotAllocator:
     def free_slots(self) -> np.ndarray:
         """The free slots, for checks."""
         return self._stack[: self._top]
+
+
+@dataclass(frozen=True)
+class RowWrite:
+    """`slots` int32 [M] for the entries `flat` (int64 [M], none twice) of flat `req_to_token`."""
+
+    flat: np.ndarray
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """Columns start..end-1 of row `home`, copied to `rows` (int64 [N])."""
+
+    home: int
+    rows: np.ndarray
+    start: int
+    end: int
 
 
 @dataclass
@@ -108,7 +129,7 @@ class KVSpace:
         self._synced = np.zeros(1 + homes + self.max_branches, np.int64)
         self._row_owner = np.zeros(1 + homes + self.max_branches, np.int64)
         self._uid = 0
-        self._writes: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self._writes: list[list[RowWrite] | RowCopy] = []
         self._written_rows: set[int] = set()
 
     # -- slots ---------------------------------------------------------------------------------
@@ -257,6 +278,9 @@ class KVSpace:
         Columns below `stable` will not change as long as the session has these rows.
         """
         low = int(self._synced[rows].min())
+        if int(start.min()) - low > LONG_COPY:
+            self._queue_copy(kv.row, rows, low, int(start.min()))
+            low = int(start.min())
         high = min(int(start.max()) + slots.shape[1], self.row_width)
         columns = np.arange(low, high)
         home = kv.slots[low:high]
@@ -276,26 +300,36 @@ class KVSpace:
             flat = np.arange(start, end) + kv.row * self.row_width
             self._queue([kv.row], flat, kv.slots[start:end].copy())
 
-    def take_writes(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pending changes of the flattened `req_to_token`, to be carried out group by group.
-
-        Each group is (indices int64 [M], slots int32 [M]) without a repeated index.
-        """
-        groups = [
-            (np.concatenate([w[0] for w in g]), np.concatenate([w[1] for w in g]))
-            if len(g) > 1
-            else g[0]
-            for g in self._writes
-        ]
+    def take_writes(self) -> list[RowWrite | RowCopy]:
+        """Pending changes of `req_to_token`, to be carried out in order."""
+        writes: list[RowWrite | RowCopy] = []
+        for group in self._writes:
+            if isinstance(group, RowCopy):
+                writes.append(group)
+            elif len(group) == 1:
+                writes.append(group[0])
+            else:
+                writes.append(
+                    RowWrite(
+                        np.concatenate([w.flat for w in group]),
+                        np.concatenate([w.slots for w in group]),
+                    )
+                )
         self._writes, self._written_rows = [], set()
-        return groups
+        return writes
+
+    def _queue_copy(self, home: int, rows: np.ndarray, start: int, end: int) -> None:
+        self._writes.append(RowCopy(home, rows, start, end))
+        self._written_rows = set()
 
     def _queue(self, rows: list[int], flat: np.ndarray, values: np.ndarray) -> None:
-        if not self._writes or not self._written_rows.isdisjoint(rows):
-            self._writes.append([])
+        group = self._writes[-1] if self._writes else None
+        if not isinstance(group, list) or not self._written_rows.isdisjoint(rows):
+            group = []
+            self._writes.append(group)
             self._written_rows = set()
         self._written_rows.update(rows)
-        self._writes[-1].append((flat, values))
+        group.append(RowWrite(flat, values))
 
     def check(self, held: list[np.ndarray]) -> None:
         """Free slots, the radix tree's and `held` are all slots, each once."""

@@ -17,6 +17,9 @@ from sgl_ssd.sampling import TOP_K_ALL, RowSampling, filter_scores, gumbel, hash
 BELOW_ALL_KEPT = 64.0
 """More than the noise spans (-3.2 to 22.9): kept tokens have the greatest scores without noise."""
 
+FILTER_CANDIDATES_CPU = 128
+FILTER_CANDIDATES = 1024
+
 NOISE_BYTES = 64 << 20
 
 
@@ -183,8 +186,7 @@ class Proposer:
         drawn = rows.temperature > 0
         scores = scores / torch.where(drawn, rows.temperature, 1.0)[:, None]
         if any(p.filters for p in params):
-            dropped = filter_scores(scores, rows).isneginf()
-            scores = torch.where(dropped, scores - BELOW_ALL_KEPT, scores)
+            scores = torch.where(dropped(scores, rows), scores - BELOW_ALL_KEPT, scores)
         keys = [
             (self._params[s].seed, p + 1)
             for s, p in zip(sessions.tolist(), positions.tolist(), strict=True)
@@ -219,6 +221,35 @@ class Proposer:
         )
         column = torch.arange(logits.shape[1], device=self.device)
         return logits.masked_fill(column >= limit[:, None], float("-inf"))
+
+
+def dropped(scores: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """Which tokens the filters exclude (see `sampling.filter_scores`): bool [N, V].
+
+    Every filter keeps a prefix of the tokens sorted by score, mostly a short one, so only the best
+    few are sorted. A row that keeps all of them is sorted whole on the CPU; on a GPU, where asking
+    would mean waiting, the rest of it counts as excluded: this is only a draft.
+    """
+    on_cpu = scores.device.type == "cpu"
+    count = FILTER_CANDIDATES_CPU if on_cpu else FILTER_CANDIDATES
+    if scores.shape[1] <= 2 * count:
+        return filter_scores(scores, rows).isneginf()
+    best, index = scores.topk(count, dim=-1)
+    probs = (best - scores.logsumexp(dim=-1, keepdim=True)).exp()
+    before = probs.cumsum(dim=-1) - probs
+    drop = (
+        (torch.arange(count, device=scores.device) >= rows.top_k[:, None])
+        | (before > rows.top_p[:, None])
+        | (probs < probs[:, :1] * rows.min_p[:, None])
+    )
+    drawn = (rows.temperature > 0)[:, None]
+    result = drawn.expand(scores.shape).clone()
+    result.scatter_(-1, index, drop & drawn)
+    if on_cpu:
+        whole = (~drop[:, -1] & drawn[:, 0]).nonzero()[:, 0]
+        if len(whole):
+            result[whole] = filter_scores(scores[whole], rows.select(whole)).isneginf()
+    return result
 
 
 def excluding(ids: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.draft_server.branches import SharedContext
+from sgl_ssd.draft_server.kv import RowCopy, RowWrite
 from sgl_ssd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -101,10 +102,16 @@ class DraftRunner:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def write_rows(self, groups: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    def write_rows(self, writes: Sequence[RowWrite | RowCopy]) -> None:
         """Carry out what `KVSpace.take_writes` returned."""
-        for flat, slots in groups:
-            self._flat_rows[self.put(flat)] = self.put(slots)
+        for write in writes:
+            if isinstance(write, RowWrite):
+                self._flat_rows[self.put(write.flat)] = self.put(write.slots)
+            else:
+                columns = slice(write.start, write.end)
+                self._req_to_token[self.put(write.rows), columns] = self._req_to_token[
+                    write.home, columns
+                ]
 
     @torch.inference_mode()
     def decode(self, lanes: Lanes, tokens: torch.Tensor) -> torch.Tensor:

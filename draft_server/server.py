@@ -96,9 +96,10 @@ class DraftServer:
         self._clock = clock
         self.peers = Peers(lease_s)
         self.stats = ServerStats()
-        self._asked: dict[bytes, tuple[Speculate, float]] = {}
+        self._asked: dict[bytes, Speculate] = {}
         self._housekeeping_at = 0.0
         self._errors_left = ERRORS_PER_S
+        self.snapshot: dict[str, float] = {}  # for other threads; a second old at most when busy
         self._stop = False
         self._handlers: dict[type[Message], Any] = {
             Open: self._open,
@@ -219,11 +220,11 @@ class DraftServer:
             min_p=message.min_p,
             seed=message.seed,
             bias_ids=message.bias_ids if message.num_bias else None,
-            bias_values=message.bias_values if message.num_bias else None,
+            bias_values=np.nan_to_num(message.bias_values) if message.num_bias else None,
             vocab_limit=min(peer.hello.vocab_size, self._ready.vocab_size),
         )
         draft = self._engine.open(
-            prompt.tolist(), params, peer.namespace(message.extra_key), peer.num_steps,
+            prompt, params, peer.namespace(message.extra_key), peer.num_steps,
             peer.fan_out,
         )  # fmt: skip
         peer.sessions[message.sid] = Session(message.sid, message.epoch, draft)
@@ -258,34 +259,35 @@ class DraftServer:
     def _speculate(self, peer: Peer, message: Speculate) -> None:
         earlier = self._asked.get(peer.identity)
         if earlier is not None:
-            if message.round_id < earlier[0].round_id:
-                self.stats.unanswered += 1
-                return
-            self._take_in(peer, earlier[0])
             self.stats.unanswered += 1
-        self._asked[peer.identity] = (message, self._clock())
+            if message.round_id < earlier.round_id:
+                return
+            self._take_in(peer, earlier)
+        self._asked[peer.identity] = message
 
     # -- answering -----------------------------------------------------------------------------
 
     def _answer(self) -> None:
         """Answer the newest question of each peer."""
         while self._asked:
-            identity, (message, asked_at) = self._asked.popitem()
+            identity, message = self._asked.popitem()
             peer = self.peers.get(identity, self._clock())
             if peer is not None:
-                self._answer_one(peer, message, asked_at)
+                self._answer_one(peer, message)
 
     def _take_in(self, peer: Peer, message: Speculate) -> list[tuple[Session | None, Any, int]]:
         """Apply the news of each row: (session, status or None for a miss, have_len)."""
         rows: list[tuple[Session | None, Any, int]] = []
         at = 0
+        seen: set[int] = set()  # a session asked for twice in one message is refused
         for sid, epoch, base, num in message.rows.tolist():
             tokens = message.tokens[at : at + num]
             at += num
             session = peer.sessions.get(sid)
-            if session is None or session.epoch != epoch:
+            if session is None or session.epoch != epoch or sid in seen:
                 rows.append((None, Status.UNKNOWN, 0))
                 continue
+            seen.add(sid)
             status = self._news(peer, session, base, tokens)
             have = 0 if status is Status.UNKNOWN else len(session.draft.tokens)
             rows.append((session if status is not Status.UNKNOWN else None, status, have))
@@ -305,7 +307,7 @@ class DraftServer:
             return Status.UNKNOWN
         return self._engine.advance(session.draft, new)
 
-    def _answer_one(self, peer: Peer, message: Speculate, asked_at: float) -> None:
+    def _answer_one(self, peer: Peer, message: Speculate) -> None:
         rows = self._take_in(peer, message)
         missed = [i for i, (session, status, _) in enumerate(rows) if session and status is None]
         if missed:
@@ -317,7 +319,7 @@ class DraftServer:
                 session, _, have = rows[i]
                 rows[i] = (session, status, have)
             self.stats.misses += len(missed)
-        self._send(peer.identity, self._speculations(peer, message, rows, asked_at))
+        self._send(peer.identity, self._speculations(peer, message, rows))
         self.stats.rounds += 1
         self.stats.rows += len(rows)
         for session, status, _ in rows:
@@ -330,27 +332,25 @@ class DraftServer:
         peer: Peer,
         message: Speculate,
         rows: list[tuple[Session | None, Any, int]],
-        asked_at: float,
     ) -> Speculations:
         steps = peer.num_steps
         head = np.empty((len(rows), 5), np.int64)
         head[:, :2] = message.rows[:, :2]
         tokens = np.zeros((len(rows), steps), np.int32)
-        ahead = 0.0
+        aheads: list[float] = []
         for i, (session, status, have) in enumerate(rows):
             num = 0
             if session is not None and status in _SERVED:
-                chain = session.draft.cache.chain[:steps]
+                chain = session.draft.chain[:steps]
                 num = len(chain)
                 tokens[i, :num] = chain
-                if status is Status.HIT:
-                    ahead = asked_at - session.draft.built_at
+                aheads.append(session.draft.ahead_s)
             head[i, 2:] = have, int(status), num
         return Speculations(
             round_id=message.round_id,
             num_rows=len(rows),
             num_steps=steps,
-            ahead_us=int(1e6 * ahead),
+            ahead_us=int(1e6 * min(aheads, default=0.0)),
             rows=head,
             tokens=tokens,
         )
@@ -362,6 +362,7 @@ class DraftServer:
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + HOUSEKEEPING_S
+        self.snapshot = self.summary()
         self._errors_left = ERRORS_PER_S
         for peer in self.peers.expire(now):
             logger.warning("verifier %s is silent: its sessions are closed", peer.hello.verifier)

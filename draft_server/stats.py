@@ -32,6 +32,10 @@ class EngineStats:
         self.jit_rows += rows
         self.jit_s += seconds
 
+    @property
+    def mean_step_s(self) -> float:
+        return self.step_s / max(1, self.steps)
+
     def summary(self) -> dict[str, float]:
         """Flat numbers; means in milliseconds."""
         return {

@@ -35,8 +35,15 @@ class Stepper:
 
     def set_tokens(self, known: np.ndarray) -> None:
         """`known` int64 [2, M]: lanes, and the tokens they are to be fed next."""
-        lanes, tokens = self.runner.put(known)
+        lanes, tokens = self.runner.put(np.stack((known[0], self._feedable(known[1]))))
         self.proposer.next_token[lanes] = tokens
+
+    def _feedable(self, tokens: np.ndarray) -> np.ndarray:
+        """Ids that the target's padded vocabulary has and the draft's embedding has not: replaced.
+
+        They mean no token; only the drafts after them suffer.
+        """
+        return np.minimum(tokens, self.runner.vocab_size - 1)
 
     def decode(
         self,
@@ -79,7 +86,7 @@ class Stepper:
     ) -> HostCopy:
         """Feed runs of known tokens (see `DraftRunner.extend`): the best ids after each run."""
         self.flush_rows()
-        logits = self.runner.extend(rows, starts, lengths, tokens)
+        logits = self.runner.extend(rows, starts, lengths, self._feedable(tokens))
         ends = starts + lengths
         ids = self.proposer.propose(
             logits, rows, ends - 1, self.runner.put(rows), self.runner.put(ends)
