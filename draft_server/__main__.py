@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sgl_ssd.draft_server.args import ProcessOptions, parse_args
@@ -83,7 +84,9 @@ def _watch_parent(options: ProcessOptions) -> None:
     exit_with(options.parent_pid if options.parent_pid is not None else os.getppid())
 
 
-def _build(config: DraftServerConfig, options: ProcessOptions) -> tuple[DraftServer, object]:
+def _build(
+    config: DraftServerConfig, options: ProcessOptions
+) -> tuple[DraftServer, Callable[[], None]]:
     """The server on its endpoint, and what closes it."""
     from dataclasses import replace
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from sgl_ssd.draft_server.drafts import Draft
 from sgl_ssd.draft_server.proposals import HostCopy
@@ -85,11 +86,13 @@ class JustInTime:
                 cache.chain.append(int(best[0]))
                 cache.guesses.append(best)
 
-    def _first_step(self, group: list[tuple[Draft, int]], homes: np.ndarray, ends: np.ndarray):
+    def _first_step(
+        self, group: list[tuple[Draft, int]], homes: np.ndarray, ends: np.ndarray
+    ) -> torch.Tensor:
         """Feed all that is committed but has no KV, a lane each; the ids after the last of each."""
         stepper = self._stepper
         starts = [self._start(draft) for draft, _ in group]
-        sizes = ends - starts
+        sizes = ends - np.array(starts)
         rows = np.repeat(homes, sizes)
         lanes = stepper.scratch + np.arange(len(rows))
         tokens = [draft.tokens[start:] for start, (draft, _) in zip(starts, group, strict=True)]

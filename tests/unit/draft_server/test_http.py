@@ -1,0 +1,56 @@
+"""Health, numbers and metrics over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from servers import free_port
+from sgl_ssd.draft_server.http import HttpSide
+from sgl_ssd.errors import ConfigError
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    side = HttpSide(port := free_port(), lambda: {"sessions": 2.0, "hits": 5.0})
+    yield port
+    side.close()
+    side.close()
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return answer.read().decode()
+
+
+def test_health_stats_and_metrics(port: int) -> None:
+    assert get(port, "/health") == "ok\n"
+    assert json.loads(get(port, "/stats?x=1")) == {"sessions": 2.0, "hits": 5.0}
+    metrics = get(port, "/metrics")
+    assert "# TYPE ssd_draft_sessions gauge\nssd_draft_sessions 2.0" in metrics
+    assert "# TYPE ssd_draft_hits_total counter\nssd_draft_hits_total 5.0" in metrics
+
+
+def test_everything_else_is_refused(port: int) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(port, "/secret")
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(b"POST /stats HTTP/1.1\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 405")
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(b"\xff" * 200_000)
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+    assert get(port, "/health") == "ok\n"
+
+
+def test_a_port_that_is_taken_stops_the_start(port: int) -> None:
+    with pytest.raises(ConfigError, match="--http-port"):
+        HttpSide(port, dict)
