@@ -1,0 +1,1 @@
+"""How the bundled pair of models was made: text, tokenizer, training, evaluation."""
