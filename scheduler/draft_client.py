@@ -37,6 +37,8 @@ DEADLINE_CAP_S = 0.500
 BREAKER_TIMEOUTS = 5
 BREAKER_REST_S = 1.0
 MAX_OPENS_PER_ROUND = 16
+# A peer that sends without end must not keep the scheduler from its work.
+MAX_MESSAGES_AT_ONCE = 256
 
 
 class DraftClient:
@@ -74,7 +76,9 @@ class DraftClient:
         self._timeouts_in_a_row = 0
         self._rest_until = -1e9
         self._refused_text = ""
-        self._ever_up = False
+        # What the server has yet to hear: a flush, and the last epoch of closed sessions.
+        self._flush_owed = False
+        self._closes_owed: dict[int, int] = {}
 
     @property
     def up(self) -> bool:
@@ -91,14 +95,13 @@ class DraftClient:
     def tick(self) -> None:
         """Keep the connection alive; call it often (every loop of the scheduler)."""
         now = self._clock()
-        if now - self._last_ping < PING_S and now - self._last_hello < HELLO_S:
-            return
         self._drain()
         if self.server is None:
             if now - self._last_hello >= HELLO_S:
                 self._last_hello = now
                 self._send(self._hello)
             return
+        self._send_owed()
         if now - self._last_ping >= PING_S:
             waited = now - (self._unanswered_ping_at or now)
             if waited > SILENCE_S:
@@ -125,9 +128,11 @@ class DraftClient:
         self.server = None
         self._unanswered_ping_at = None
         for session in self.sessions:
-            session.wire_epoch = -1
+            session.wire_epoch = session.asked = -1
 
     def _on_ready(self, ready: protocol.Ready) -> None:
+        if ready == self.server:
+            return  # answers a Hello that had to wait for the server to come up
         hello = self._hello
         problem = ""
         if ready.vocab_hash and hello.vocab_hash and ready.vocab_hash != hello.vocab_hash:
@@ -143,10 +148,10 @@ class DraftClient:
         self._unanswered_ping_at = None
         self._timeouts_in_a_row = 0
         self._rest_until = -1e9
-        self._ever_up = True
         for session in self.sessions:
-            session.wire_epoch = -1
+            session.wire_epoch = session.asked = -1
             session.refused = False
+        self._send_owed()
         self.configure(self.num_steps, self.fan_out, self.backup)
         logger.info(
             "draft server up: %s on %s, K=%d, context %d",
@@ -190,17 +195,30 @@ class DraftClient:
     def close_session(self, rid: str) -> None:
         """End drafting for a request; does nothing if it is not open."""
         session = self.sessions.remove(rid)
-        if session is not None and session.wire_epoch >= 0 and self.up:
-            self._send(protocol.Close(sid=session.sid, epoch=session.wire_epoch))
+        if session is not None and session.next_epoch > 0:
+            self._closes_owed[session.sid] = session.next_epoch - 1
+            self._send_owed()
 
     def flush(self) -> None:
         """Forget everything on the draft server."""
         for session in self.sessions:
             self.sessions.remove(session.rid)
-        if self.up:
-            self._send(protocol.Flush())
+        self._flush_owed = True
+        self._closes_owed.clear()
+        self._send_owed()
 
-    def _open_on_wire(self, session: Session) -> None:
+    def _send_owed(self) -> None:
+        """Send the flush and the closes that are due, as far as the server can be reached."""
+        if self.up and self._flush_owed:
+            self._flush_owed = not self._send(protocol.Flush())
+        while self.up and not self._flush_owed and self._closes_owed:
+            sid, epoch = next(iter(self._closes_owed.items()))
+            if not self._send(protocol.Close(sid=sid, epoch=epoch)):
+                return
+            del self._closes_owed[sid]
+
+    def _open_on_wire(self, session: Session) -> bool:
+        """Open a session with all that is committed, under a new epoch; whether that was sent."""
         sampling = session.sampling
         bias_ids = sampling.bias_ids if sampling.bias_ids is not None else np.empty(0, np.int32)
         bias = sampling.bias_values if sampling.bias_values is not None else np.empty(0, np.float32)
@@ -225,13 +243,14 @@ class DraftClient:
         except ProtocolError as e:
             logger.debug("request %s gets no drafts: %s", session.rid, e)
             session.refused = True
-            return
+            return False
         if sent:
             session.wire_epoch = session.next_epoch
             session.next_epoch += 1
             session.link = self._link
             session.acked = session.committed
             session.asked = session.answered = -1
+        return sent
 
     # -- one round ---------------------------------------------------------------------------
 
@@ -243,25 +262,28 @@ class DraftClient:
         """
         if not self.up:
             return
+        unanswered = [s for s in self.sessions if self._due(s)]
         wanted: list[Session] = []
         opens = 0
-        for session in sessions:
+        for session in dict.fromkeys((*sessions, *unanswered)):
             if session.closed or session.done or session.refused:
                 continue
-            if session.wire_epoch < 0 or session.link != self._link:
+            if len(wanted) == protocol.MAX_ROWS:
+                break
+            gap = session.committed - session.acked
+            if (
+                session.wire_epoch < 0
+                or session.link != self._link
+                or gap > protocol.MAX_ROW_TOKENS
+            ):
                 if opens == MAX_OPENS_PER_ROUND:
                     continue
                 opens += 1
-                self._open_on_wire(session)
-                if session.wire_epoch < 0:
+                if not self._open_on_wire(session):
                     continue
             wanted.append(session)
         if not wanted:
             return
-        if any(s.committed - s.acked > protocol.MAX_ROW_TOKENS for s in wanted):
-            for session in wanted:
-                if session.committed - session.acked > protocol.MAX_ROW_TOKENS:
-                    self._open_on_wire(session)
         rows = np.array(
             [(s.sid, s.wire_epoch, s.acked, s.committed - s.acked) for s in wanted], dtype=np.int64
         )
@@ -294,7 +316,7 @@ class DraftClient:
         deadline = self._asked_at + self._deadline_s()
         if self.resting:
             deadline = started
-        while True:
+        for _ in range(MAX_MESSAGES_AT_ONCE):
             due = [s for s in due if self._due(s)]
             if not due:
                 break
@@ -342,7 +364,7 @@ class DraftClient:
     def _receive(self, timeout_s: float) -> protocol.Message | None:
         """The next well-formed message, or None when `timeout_s` is over."""
         deadline = self._clock() + timeout_s
-        while True:
+        for _ in range(MAX_MESSAGES_AT_ONCE):
             frames = self._channel.recv(max(0.0, deadline - self._clock()))
             if frames is None:
                 return None
@@ -351,9 +373,13 @@ class DraftClient:
             except ProtocolError as e:
                 self._stats.invalid_messages += 1
                 logger.debug("dropped a message from the draft server: %s", e)
+        return None
 
     def _drain(self) -> None:
-        while (message := self._receive(0.0)) is not None:
+        for _ in range(MAX_MESSAGES_AT_ONCE):
+            message = self._receive(0.0)
+            if message is None:
+                return
             self._handle(message)
 
     def _handle(self, message: protocol.Message) -> None:
@@ -388,7 +414,12 @@ class DraftClient:
         tokens = answer.tokens.tolist()
         for (sid, epoch, have, status, count), drafts in zip(rows, tokens, strict=True):
             session = self.sessions.by_sid(sid)
-            if session is None or epoch != session.wire_epoch or session.link != self._link:
+            if (
+                session is None
+                or session.wire_epoch < 0
+                or epoch != session.wire_epoch
+                or session.link != self._link
+            ):
                 self._stats.stale_answers += 1
                 continue
             if status == Status.UNKNOWN:
@@ -406,7 +437,7 @@ class DraftClient:
                 session.acked = max(session.acked, have)
             if have != session.committed:
                 continue
-            drafts = drafts[:count]
+            drafts = drafts[: min(count, self._hello.num_steps)]
             if any(not 0 <= t < self._hello.vocab_size for t in drafts):
                 self._stats.invalid_messages += 1
                 drafts = []
