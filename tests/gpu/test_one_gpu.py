@@ -32,7 +32,8 @@ def prompts() -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET_PATH)
-    texts = [json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()]
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    texts = [row["text"] for row in rows if "text" in row]
     return [tokenizer(text, add_special_tokens=False)["input_ids"][:100] for text in texts[:16]]
 
 

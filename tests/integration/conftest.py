@@ -25,7 +25,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def held_out(tokenizer) -> list[list[int]]:
     """Token ids of texts that neither model was trained on."""
-    texts = [json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()]
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    texts = [row["text"] for row in rows if "text" in row]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
