@@ -45,7 +45,7 @@ def ssd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
     """Target and draft server on the bundled pair in fp32; K up to 12, set it while it runs."""
     log = tmp_path_factory.mktemp("ssd-server") / "server.log"
     args = ["--device", "cpu", "--dtype", "float32", "--speculative-num-steps", str(MAX_STEPS)]
-    args += ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--enable-metrics"]
+    args += ["--tool-call-parser", "qwen25", "--enable-metrics"]
     args += ["--enable-custom-logit-processor"]
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     with ServerProcess("sgl_ssd.launch_server", args, log=log, env=env) as server:
