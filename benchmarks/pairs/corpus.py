@@ -65,8 +65,7 @@ def permissive_licence(dist: Distribution) -> str | None:
     The SPDX expression decides where there is one, then the classifiers, then the free-text field.
     """
     meta = dist.metadata
-    expression = meta.get("License-Expression")
-    if expression:
+    for expression in meta.get_all("License-Expression") or []:
         plain = re.sub(r"\s+WITH\s+\S+", "", expression, flags=re.IGNORECASE)
         alternatives = re.split(r"\s+OR\s+", plain.replace("(", " ").replace(")", " "))
         for alternative in alternatives:
@@ -74,7 +73,7 @@ def permissive_licence(dist: Distribution) -> str | None:
             if all(part in PERMISSIVE_IDS for part in ids):
                 return str(expression)
         return None
-    free_text = (meta.get("License") or "").strip()
+    free_text = "".join(meta.get_all("License") or []).strip()
     names = [
         c.split("::")[-1].strip()
         for c in meta.get_all("Classifier") or []

@@ -86,7 +86,7 @@ def scores(logits: Tensor, temperature: float, seed: int, position: int) -> Tens
     """What both models take the argmax of. logits: [N, V] → [N, V]."""
     if temperature == 0:
         return logits
-    noise = gumbel(*logits.shape, seed, position).to(logits.device)
+    noise = gumbel(logits.shape[0], logits.shape[1], seed, position).to(logits.device)
     return logits.double() / temperature + noise
 
 

@@ -82,7 +82,8 @@ class Attention(nn.Module):
             v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             y = y.transpose(1, 2).reshape(batch, length, self.heads * HEAD_DIM)
-        return self.o_proj(y)
+        out: Tensor = self.o_proj(y)
+        return out
 
 
 class MLP(nn.Module):
@@ -95,7 +96,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Block(nn.Module):
@@ -112,7 +114,8 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor | None = None, start: int = 0
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Llama(nn.Module):
@@ -144,11 +147,12 @@ class Llama(nn.Module):
         With a cache [layers, 2, B, kv_heads, L, D] the tokens stand at positions start and on;
         either start is 0 or T is 1.
         """
-        x = self.embed_tokens(ids)
+        x: Tensor = self.embed_tokens(ids)
         cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, None if cache is None else cache[i], start)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def compiled(self, ids: Tensor) -> Tensor:
         """`forward` without a cache through layers compiled for this shape of ids.
@@ -157,11 +161,12 @@ class Llama(nn.Module):
         """
         if not self.compiled_layers:
             self.compiled_layers = tuple(torch.compile(x, dynamic=False) for x in self.layers)
-        x = self.embed_tokens(ids)
+        x: Tensor = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.compiled_layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] → [..., vocabulary]."""
