@@ -97,9 +97,13 @@ class TargetSampler:
 
     def rows(self, reqs: Reqs) -> RowSampling:
         """The parameters of `reqs`, cached while the batch stays the same."""
-        key = tuple((req.rid, req.ssd_seed) for req in reqs)
+        params = [req.sampling_params for req in reqs]
+        # Clients choose the rid, so it says nothing about the parameters.
+        key = tuple(
+            (req.ssd_seed, p.temperature, p.top_k, p.top_p, p.min_p)
+            for req, p in zip(reqs, params, strict=True)
+        )
         if key != self._cache_key:
-            params = [req.sampling_params for req in reqs]
             self._cache_rows = RowSampling.of(
                 # SGLang says temperature 0 as top_k 1.
                 temperature=[0.0 if p.top_k == 1 else p.temperature for p in params],
@@ -203,9 +207,11 @@ class TargetSampler:
                 stops |= set(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())
                 if req.tokenizer.eos_token_id is not None:
                     stops.add(req.tokenizer.eos_token_id)
-            ids = torch.tensor(sorted(stops), dtype=torch.int64, device=view.device)
+            # A client may name ids that do not exist.
+            stops = {t for t in stops if 0 <= t < view.shape[2]}
             if not stops:
                 continue
+            ids = torch.tensor(sorted(stops), dtype=torch.int64, device=view.device)
             produced = (
                 first_index[i] - len(req.origin_input_ids) + torch.arange(width, device=view.device)
             )
