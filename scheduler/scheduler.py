@@ -28,6 +28,8 @@ class SSDScheduler(Scheduler):
         return worker if isinstance(worker, SSDWorker) else None
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        if not is_retracted:
+            self._check_input_ids(req)
         if getattr(self.spec_algorithm, "name", None) == NAME and not hasattr(req, "ssd_seed"):
             # Every rank receives the same requests in the same order.
             seed = req.sampling_params.sampling_seed
@@ -36,6 +38,19 @@ class SSDScheduler(Scheduler):
                 self._arrivals += 1
             req.ssd_seed = ((int(seed) + 2**63) % 2**64) - 2**63
         super()._add_request_to_queue(req, is_retracted)
+
+    def _check_input_ids(self, req: Any) -> None:
+        """Refuse token ids that the model does not have: on a CPU they would end the server.
+
+        Images and audio stand in the prompt as ids beyond the vocabulary, to be replaced later.
+        """
+        ids = req.origin_input_ids
+        if req.multimodal_inputs is not None or req.input_embeds is not None or not len(ids):
+            return
+        if min(ids) < 0 or max(ids) >= self.model_config.vocab_size:
+            req.set_finish_with_abort(
+                f"input_ids must lie in 0..{self.model_config.vocab_size - 1}"
+            )
 
     def process_input_requests(self, recv_reqs: list) -> None:
         worker = self._ssd_worker
