@@ -39,8 +39,6 @@ class Builder:
         self._stats = stats
         self.cap = cap
         self.context_len = context_len
-        # On a GPU the next step is queued while the last one runs; its inputs are there already.
-        self._run_ahead = 1 if stepper.on_cpu else 2
         self._builds: deque[Draft] = deque()
         self._in_flight: deque[tuple[StepBatch, HostCopy, float]] = deque()
 
@@ -130,9 +128,9 @@ class Builder:
     def work(self) -> None:
         """Take in what is complete, then launch a step if one may be."""
         self.collect()
-        if self._builds and len(self._in_flight) < self._run_ahead:
+        if self._builds and len(self._in_flight) < (1 if self._stepper.synchronous else 2):
             self._launch()
-            if self._stepper.on_cpu:
+            if self._stepper.synchronous:
                 self.collect()
 
     def _launch(self) -> None:

@@ -251,8 +251,12 @@ class DraftEngine:
 
         Raises `MemoryAccountingError`. For tests: it looks at every slot.
         """
-        self._builder.collect(wait=True)
-        held = [
+        self.kv.check(self.held(drafts))
+
+    @staticmethod
+    def held(drafts: Sequence[Draft]) -> list[np.ndarray]:
+        """The KV slots that sessions and their branches own."""
+        return [
             slots
             for draft in drafts
             if draft.kv is not None
@@ -261,4 +265,3 @@ class DraftEngine:
                 draft.cache.all_slots(),
             )
         ]
-        self.kv.check(held)

@@ -81,7 +81,7 @@ class PrefillQueue:
             draft.home.fed = end
         self._in_flight = (chunks, self._stepper.extend(rows, starts, lengths, tokens))
         self._stats.prefill_tokens += len(tokens)
-        if self._stepper.on_cpu:
+        if self._stepper.synchronous:
             self._collect()
 
     def _choose(self) -> list[Chunk]:

@@ -85,6 +85,7 @@ class DraftRunner:
 
             self._tree_attention = use_tree_attention(runner)
         runner.init_cuda_graphs()
+        self.reads_shared = self._tree_attention is not None
         self._runner = runner
         self.device = torch.device(runner.device)
         self.model_path = config.model_path

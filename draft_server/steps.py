@@ -27,7 +27,9 @@ class Stepper:
         self.proposer = Proposer(
             runner.device, runner.vocab_size, runner.num_rows, runner.num_rows + max_scratch, width
         )
-        self.on_cpu = runner.device.type == "cpu"
+        # Whether results are there when a forward returns. Otherwise the next step is queued while
+        # the last one runs: its inputs are on the device already.
+        self.synchronous = runner.device.type == "cpu"
 
     def flush_rows(self) -> None:
         """Tell the device of all changes to its row table."""
@@ -69,7 +71,7 @@ class Stepper:
         if known is not None:
             self.set_tokens(known)
         lanes, rows, positions, sessions = batch.packed()
-        shared = batch.shared() if self.on_cpu else ()
+        shared = batch.shared() if self.runner.reads_shared else ()
         ids = self.decode(lanes, rows, positions, sessions, shared)
         next_token = self.proposer.next_token
         next_token[self.runner.put(lanes)] = ids[:, 0]
