@@ -97,13 +97,16 @@ def _build(
     from sgl_ssd.draft_server.engine import DraftEngine
     from sgl_ssd.draft_server.runner import DraftRunner
     from sgl_ssd.draft_server.server import DraftServer
+    from sgl_ssd.keys import load_server_keys
     from sgl_ssd.protocol import Ready
     from sgl_ssd.transport import ZmqServer
     from sgl_ssd.vocabulary import check_rollback, read_vocabulary
 
     check_rollback(config.model_path, "draft")
     vocabulary = read_vocabulary(config.model_path, config.trust_remote_code)
-    channel = ZmqServer(config.endpoint)  # before the slow part: a taken endpoint fails at once
+    keys = load_server_keys(config.keys) if config.keys is not None else None
+    # Before the slow part: a taken endpoint fails at once.
+    channel = ZmqServer(config.endpoint, keys)
     runner = DraftRunner(config)
     vocab_size = min(vocabulary.size, runner.vocab_size)
     engine = DraftEngine(

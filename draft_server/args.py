@@ -28,7 +28,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--endpoint", required=True, help="where to listen: ipc:///PATH or tcp://127.0.0.1:PORT")
+    add("--endpoint", required=True, help="where to listen: ipc:///PATH or tcp://HOST:PORT")
+    add(
+        "--keys", default=None,
+        help="folder with this server's keys and those of the verifiers it lets in, made by "
+        "`python -m sgl_ssd.keys`; needed to listen beyond loopback",
+    )  # fmt: skip
     add("--model-path", required=True, help="the draft model: a folder or a hub name")
     add("--num-steps", type=int, default=4, help="K: draft tokens per speculation")
     add(
@@ -102,6 +107,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[DraftServerConfig, Proces
         trust_remote_code=args.trust_remote_code,
         log_level=args.log_level,
         http_port=args.http_port,
+        keys=args.keys,
     )
     options = ProcessOptions(args.num_threads, args.die_with_parent, args.parent_pid)
     return config, options

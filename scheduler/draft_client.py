@@ -19,6 +19,7 @@ import numpy as np
 from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
+from sgl_ssd.keys import load_client_keys
 from sgl_ssd.protocol import Status
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, SessionTable, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
@@ -56,7 +57,8 @@ class DraftClient:
         self._hello = hello
         self._stats = stats
         self._clock = clock
-        self._channel = channel or ZmqClient(config.endpoint, hello.verifier.encode())
+        keys = load_client_keys(config.draft_keys) if config.draft_keys is not None else None
+        self._channel = channel or ZmqClient(config.endpoint, hello.verifier.encode(), keys)
         self._fixed_deadline_s = (
             config.draft_timeout_ms / 1e3 if config.draft_timeout_ms is not None else None
         )

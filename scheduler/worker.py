@@ -117,6 +117,8 @@ class SSDWorker(BaseSpecWorker):
         if client is None or not self.drafting or client.wait_until_up(limit):
             return
         text = f"no draft server on {self.config.endpoint} within {limit:.0f} s"
+        if self.config.draft_keys is not None:
+            text += f", or it does not accept the keys in {self.config.draft_keys}"
         if self.config.draft_required:
             raise DraftUnavailableError(f"{text} (--ssd-draft-required)")
         logger.warning("%s; serving without drafts until it comes up", text)

@@ -9,6 +9,7 @@ from typing import Any
 from sgl_ssd.config import BACKUPS, DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import parse_fan_out
+from sgl_ssd.keys import load_client_keys
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 
 DEFAULT_NUM_STEPS = 4
@@ -66,8 +67,13 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ssd-draft-endpoint", metavar="ENDPOINT",
-        help="use the draft server that listens here (ipc:///PATH or tcp://127.0.0.1:PORT) "
+        help="use the draft server that listens here (ipc:///PATH or tcp://HOST:PORT) "
         "instead of starting one",
+    )  # fmt: skip
+    add(
+        "--ssd-draft-keys", metavar="DIR",
+        help="folder with this verifier's keys, made by `python -m sgl_ssd.keys`; for a draft "
+        "server that was started with --keys",
     )  # fmt: skip
     add(
         "--ssd-draft-required",
@@ -169,6 +175,10 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         )
     check_num_steps(ours.speculative_num_steps)
     fan_out = parse_fan_out(ours.ssd_fan_out, ours.speculative_num_steps)
+    if ours.ssd_draft_keys is not None:
+        if ours.ssd_draft_endpoint is None:
+            raise ConfigError("--ssd-draft-keys needs --ssd-draft-endpoint")
+        load_client_keys(ours.ssd_draft_keys)
     verifier = VerifierConfig(
         endpoint=ours.ssd_draft_endpoint or private_endpoint,
         num_steps=ours.speculative_num_steps,
@@ -178,6 +188,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         draft_timeout_ms=ours.ssd_draft_timeout_ms,
         draft_required=ours.ssd_draft_required,
         draft_start_timeout_s=ours.ssd_draft_start_timeout,
+        draft_keys=ours.ssd_draft_keys,
     )
     server = None
     if ours.ssd_draft_endpoint is None:

@@ -44,9 +44,10 @@ class DraftServerConfig:
     trust_remote_code: bool = False
     log_level: str = "info"
     http_port: int | None = None
+    keys: str | None = None
 
     def __post_init__(self) -> None:
-        check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint, self.keys is not None)
         _check_common(self.num_steps, self.backup, self.max_branch_rows)
         check_fan_out(self.fan_out, self.num_steps)
         _require(
@@ -82,9 +83,10 @@ class VerifierConfig:
     draft_timeout_ms: float | None = None
     draft_required: bool = False
     draft_start_timeout_s: float = 600.0
+    draft_keys: str | None = None
 
     def __post_init__(self) -> None:
-        check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint, self.draft_keys is not None)
         _check_common(self.num_steps, self.backup, 1)
         _require(
             0 < self.draft_start_timeout_s < math.inf,

@@ -93,6 +93,7 @@ def draft_command(config: DraftServerConfig) -> list[str]:
         ("--lease-s", config.lease_s),
         ("--log-level", config.log_level),
         ("--http-port", config.http_port),
+        ("--keys", config.keys),
         ("--parent-pid", os.getpid()),
     ]
     argv = [sys.executable, "-m", "sgl_ssd.draft_server"]

@@ -13,21 +13,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from typing import Protocol
 from urllib.parse import urlparse
 
 import zmq
+import zmq.utils.z85
 
 from sgl_ssd.errors import ConfigError
+from sgl_ssd.keys import ClientKeys, ServerKeys
+
+logger = logging.getLogger(__name__)
 
 SEND_HWM = 1024
 MAX_FRAME_BYTES = 64 << 20
 RECONNECT_S = 1.0
+REFUSALS_LOGGED = 100
 
 
 class ClientChannel(Protocol):
@@ -56,8 +63,8 @@ class ServerChannel(Protocol):
         """Close the socket. Idempotent."""
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Refuse what cannot be an endpoint, or would listen beyond this host without keys.
+def check_endpoint(endpoint: str, keys: bool = False) -> None:
+    """Refuse what cannot be an endpoint, or would reach beyond this host without `keys`.
 
     Raises `ConfigError`.
     """
@@ -77,10 +84,10 @@ def check_endpoint(endpoint: str) -> None:
     plain = address.lower() in (f"{host}:{port}", f"[{host}]:{port}")
     if scheme != "tcp" or not host or not port or not plain:
         raise ConfigError(f"endpoint {endpoint!r}: use ipc:///PATH or tcp://HOST:PORT")
-    if not is_loopback(host):
+    if not keys and not is_loopback(host):
         raise ConfigError(
-            f"endpoint {endpoint!r} is not on loopback: the wire is not encrypted yet, so forward "
-            "a loopback port through a tunnel (for example ssh -L) instead"
+            f"endpoint {endpoint!r} is not on loopback and needs keys: make them with `python -m "
+            "sgl_ssd.keys DIR`, give the draft server --keys and the launcher --ssd-draft-keys"
         )
 
 
@@ -131,10 +138,13 @@ def _milliseconds(timeout_s: float) -> int:
 
 
 class ZmqClient:
-    """A `ClientChannel` over a ZeroMQ DEALER socket; reconnects by itself."""
+    """A `ClientChannel` over a ZeroMQ DEALER socket; reconnects by itself.
 
-    def __init__(self, endpoint: str, identity: bytes) -> None:
-        check_endpoint(endpoint)
+    With `keys` the wire is encrypted, and the server must have the key we expect.
+    """
+
+    def __init__(self, endpoint: str, identity: bytes, keys: ClientKeys | None = None) -> None:
+        check_endpoint(endpoint, keys is not None)
         self._endpoint = endpoint
         self._reconnected_at = time.monotonic()
         self._context = zmq.Context()
@@ -143,6 +153,10 @@ class ZmqClient:
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
         self._socket.connect(endpoint)
 
     def send(self, frames: list[bytes]) -> bool:
@@ -186,11 +200,12 @@ class ZmqClient:
 class ZmqServer:
     """A `ServerChannel` over a ZeroMQ ROUTER socket.
 
+    With `keys` the wire is encrypted, and only verifiers whose public key is listed get in.
     Raises `ConfigError` when the endpoint is taken.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        check_endpoint(endpoint)
+    def __init__(self, endpoint: str, keys: ServerKeys | None = None) -> None:
+        check_endpoint(endpoint, keys is not None)
         if _somebody_listens(endpoint):
             raise ConfigError(f"cannot listen on draft endpoint {endpoint!r}: Address in use")
         self._context = zmq.Context()
@@ -199,11 +214,14 @@ class ZmqServer:
         # A verifier that reconnects with its identity replaces its dead connection at once.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._doorkeeper = Doorkeeper(self._context, keys.clients) if keys is not None else None
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as e:
-            self._socket.close(0)
-            self._context.term()
+            self.close()
             raise ConfigError(f"cannot listen on draft endpoint {endpoint!r}: {e}") from None
 
     @property
@@ -233,4 +251,58 @@ class ZmqServer:
     def close(self) -> None:
         if not self._socket.closed:
             self._socket.close(0)
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             self._context.term()
+
+
+class Doorkeeper:
+    """Answers ZeroMQ's question whether the owner of a CURVE key may connect (RFC 27, ZAP).
+
+    Runs in a thread of its own. A key that is not let in is logged once.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: dict[bytes, str]) -> None:
+        self._clients = clients
+        self._logged: set[bytes] = set()
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._socket.setsockopt(zmq.RCVTIMEO, 200)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                request = self._socket.recv_multipart()
+            except zmq.Again:
+                continue
+            self._socket.send_multipart(self._answer(request))
+        self._socket.close(0)
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        version, request_id = (*request, b"", b"")[:2]
+        address = request[3].decode("ascii", "replace") if len(request) > 3 else "?"
+        key = request[6] if len(request) == 7 and len(request[6]) == 32 else b""
+        key = zmq.utils.z85.encode(key)
+        name = self._clients.get(key)
+        if name is None:
+            self._log_once(key, address)
+            return [version, request_id, b"400", b"not among the keys that are let in", b"", b""]
+        logger.debug("verifier %s connects from %s", name, address)
+        return [version, request_id, b"200", b"", name.encode(), b""]
+
+    def _log_once(self, key: bytes, address: str) -> None:
+        if key not in self._logged and len(self._logged) < REFUSALS_LOGGED:
+            self._logged.add(key)
+            logger.warning(
+                "refused a connection from %s: its public key %s is not among clients/*.public",
+                address,
+                key.decode("ascii", "replace"),
+            )
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from sgl_ssd.args import LaunchPlan, add_ssd_args, parse
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.errors import ConfigError
+from sgl_ssd.keys import make_keys
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 
 PRIVATE = "ipc:///tmp/sgl_ssd_test/draft"
@@ -124,8 +126,24 @@ def test_our_flags_do_not_reach_sglang() -> None:
     add_ssd_args(parser)
     flags = {f for a in parser._actions for f in a.option_strings if f.startswith("--ssd-")}
     given = {a.split("=")[0] for a in argv if a.startswith("--")}
-    assert given == flags - {"--ssd-draft-endpoint"}, "this test gives every flag"
+    elsewhere = {"--ssd-draft-endpoint", "--ssd-draft-keys"}
+    assert given == flags - elsewhere, "this test gives every other flag"
     assert pair(*argv).sglang_argv == ["--model-path", "T", *OURS]
+
+
+def test_keys_are_for_a_draft_server_elsewhere(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["one"])
+    keys, far = str(tmp_path / "one"), "tcp://10.0.0.1:5600"
+    plan = parse(["--ssd-draft-endpoint", far, "--ssd-draft-keys", keys], PRIVATE)
+    assert plan.draft is None and "--ssd-draft-keys" not in plan.sglang_argv
+    assert plan.verifier.endpoint == far and plan.verifier.draft_keys == keys
+    for argv in (
+        ["--ssd-draft-keys", keys],
+        ["--ssd-draft-endpoint", far],
+        ["--ssd-draft-endpoint", far, "--ssd-draft-keys", str(tmp_path / "absent")],
+    ):
+        with pytest.raises(ConfigError, match="keys"):
+            parse(argv, PRIVATE)
 
 
 def test_a_misspelt_flag_of_ours_is_not_swallowed() -> None:
@@ -163,7 +181,7 @@ def test_everything_reaches_the_draft_server() -> None:
         mem_fraction_static=0.3, max_total_tokens=99, context_length=77, max_sessions=9,
         trust_remote_code=True, log_level="debug", http_port=8099,
     )  # fmt: skip
-    same = {"endpoint", "model_path", "prefill_chunk", "lease_s"}
+    same = {"endpoint", "model_path", "prefill_chunk", "lease_s", "keys"}
     default = draft()
     for f in fields(config):
         assert f.name in same or getattr(config, f.name) != getattr(default, f.name), f.name

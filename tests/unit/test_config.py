@@ -44,7 +44,7 @@ COMMON = [
     ({"fan_out": [4] * 4}, "--ssd-fan-out", "needs 5"),
     ({"fan_out": [4, 4, 4, 4, -1]}, "--ssd-fan-out 4,4,4,4,-1", "0..64"),
     ({"fan_out": [65] * 5}, "--ssd-fan-out 65,65,65,65,65", "0..64"),
-    ({"endpoint": "tcp://0.0.0.0:1"}, "'tcp://0.0.0.0:1'", "tunnel"),
+    ({"endpoint": "tcp://0.0.0.0:1"}, "'tcp://0.0.0.0:1'", "sgl_ssd.keys"),
     ({"endpoint": "nonsense"}, "'nonsense'", "tcp://HOST:PORT"),
 ]
 
@@ -114,7 +114,7 @@ def test_settings_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -> None
     assert VerifierConfig.from_environment() is None
     everything = verifier_config(
         num_steps=2, fan_out=[3, 2, 1], backup="fast", drafting=False, draft_timeout_ms=1.5,
-        draft_required=True, draft_start_timeout_s=7.0,
+        draft_required=True, draft_start_timeout_s=7.0, draft_keys="K",
     )  # fmt: skip
     defaults = VerifierConfig(endpoint=ENDPOINT)
     for f in dataclasses.fields(VerifierConfig):

@@ -40,6 +40,7 @@ BASE = {
     "sgl_ssd.cpu",
     "sgl_ssd.errors",
     "sgl_ssd.fan_out",
+    "sgl_ssd.keys",
     "sgl_ssd.metrics",
     "sgl_ssd.models",
     "sgl_ssd.protocol",

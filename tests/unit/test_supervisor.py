@@ -161,7 +161,7 @@ def test_every_setting_reaches_the_draft_server() -> None:
         backup="fast", max_branch_rows=8, device="cpu", base_gpu_id=5, dtype="float16",
         attention_backend="a", mem_fraction_static=0.3, max_total_tokens=99, context_length=77,
         max_sessions=9, prefill_chunk=33, lease_s=7.5, trust_remote_code=True, log_level="debug",
-        http_port=8099,
+        http_port=8099, keys="some folder",
     )  # fmt: skip
     default = DraftServerConfig(endpoint="tcp://127.0.0.1:7002", model_path="m")
     for f in fields(config):
