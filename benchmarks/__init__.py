@@ -1,0 +1,1 @@
+"""Measurements of SSD beside plain SGLang."""

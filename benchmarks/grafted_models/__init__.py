@@ -1,0 +1,1 @@
+"""Model classes for `SGLANG_EXTERNAL_MODEL_PACKAGE=benchmarks.grafted_models`."""
