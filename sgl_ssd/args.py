@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,8 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--ssd-backup", choices=BACKUPS, default="auto",
         help="what the draft server answers when it did not predict the outcome: draft now (jit), "
-        "continue from the request's own text (fast), nothing (none); auto: jit "
-        "(default: %(default)s)",
+        "continue from the request's own text (fast), nothing (none); auto: jit for one request "
+        "at a time, fast for more (default: %(default)s)",
     )  # fmt: skip
     add(
         "--ssd-drafting",
@@ -139,6 +140,62 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
     `private_endpoint` is where a draft server of our own will listen. Raises `ConfigError`;
     argparse itself exits with status 2 on malformed flags.
     """
+    parser, seen = _parsers()
+    ours, rest = parser.parse_known_args(argv)
+    theirs, _ = seen.parse_known_args(rest)
+    if theirs.speculative_algorithm not in (None, "SSD", "ssd"):
+        raise ConfigError(
+            f"--speculative-algorithm {theirs.speculative_algorithm}: this launcher serves SSD; "
+            "use `python -m sglang.launch_server` for other algorithms"
+        )
+    plan = _plan(ours, theirs, private_endpoint)
+    plan.sglang_argv.extend(rest)
+    if theirs.speculative_algorithm is None:
+        plan.sglang_argv.extend(["--speculative-algorithm", "SSD"])
+    plan.sglang_argv.extend(["--speculative-num-steps", str(ours.speculative_num_steps)])
+    return plan
+
+
+def from_keywords(
+    kwargs: Mapping[str, Any], private_endpoint: str
+) -> tuple[LaunchPlan, dict[str, Any]]:
+    """Split the keyword arguments of an engine as `parse` splits a command line.
+
+    Names are those of the flags, with underscores. Returns the plan and the keyword arguments
+    for SGLang's `ServerArgs`. Raises `ConfigError`.
+    """
+    parser, seen = _parsers()
+    ours, theirs = parser.parse_args([]), seen.parse_args([])
+    rest = dict(kwargs)
+    for name in [name for name in rest if hasattr(ours, name)]:
+        setattr(ours, name, rest.pop(name))
+    unknown = sorted(name for name in rest if name.startswith("ssd_"))
+    if unknown:
+        raise ConfigError(f"unknown arguments: {', '.join(unknown)}")
+    if isinstance(ours.ssd_drafting, bool):
+        ours.ssd_drafting = "on" if ours.ssd_drafting else "off"
+    if not isinstance(ours.ssd_fan_out, str):
+        counts = ours.ssd_fan_out
+        ours.ssd_fan_out = ",".join(map(str, [counts] if isinstance(counts, int) else counts))
+    for name in [name for name in rest if hasattr(theirs, name)]:
+        setattr(theirs, name, rest[name])
+    algorithm = rest.pop("speculative_algorithm", None)
+    if algorithm not in (None, "SSD", "ssd"):
+        raise ConfigError(
+            f"speculative_algorithm {algorithm!r}: this engine runs SSD; "
+            "use sglang.Engine for other algorithms"
+        )
+    plan = _plan(ours, theirs, private_endpoint)
+    rest |= {
+        "model_path": plan.target_path,
+        "speculative_algorithm": "SSD",
+        "speculative_num_steps": ours.speculative_num_steps,
+    }
+    return plan, rest
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Our flags, and those of SGLang's that we only read."""
     parser = argparse.ArgumentParser("sgl_ssd.launch_server", add_help=False, allow_abbrev=False)
     add_ssd_args(parser)
     seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -156,13 +213,13 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
     )
     for flag, kwargs in flags:
         seen.add_argument(flag, **kwargs)
-    ours, rest = parser.parse_known_args(argv)
-    theirs, _ = seen.parse_known_args(rest)
-    if theirs.speculative_algorithm not in (None, "SSD", "ssd"):
-        raise ConfigError(
-            f"--speculative-algorithm {theirs.speculative_algorithm}: this launcher serves SSD; "
-            "use `python -m sglang.launch_server` for other algorithms"
-        )
+    return parser, seen
+
+
+def _plan(
+    ours: argparse.Namespace, theirs: argparse.Namespace, private_endpoint: str
+) -> LaunchPlan:
+    """What the flags ask for; `sglang_argv` holds the target's path alone. Raises `ConfigError`."""
     target, draft = ours.model_path, ours.speculative_draft_model_path
     if target is None:
         if draft is not None:
@@ -217,15 +274,11 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
             log_level=theirs.log_level,
             http_port=ours.ssd_draft_http_port,
         )
-    sglang_argv = ["--model-path", target, *rest]
-    if theirs.speculative_algorithm is None:
-        sglang_argv += ["--speculative-algorithm", "SSD"]
-    sglang_argv += ["--speculative-num-steps", str(ours.speculative_num_steps)]
     return LaunchPlan(
         target_path=target,
         draft_path=draft,
         draft=server,
         verifier=verifier,
-        sglang_argv=sglang_argv,
+        sglang_argv=["--model-path", target],
         trust_remote_code=theirs.trust_remote_code,
     )

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_sglang_version()
         plan = ssd_args.parse(argv, endpoint)
-        _check_models(plan)
+        check_models(plan)
         return _serve(plan)
     except (SSDError, OSError) as e:
         print(f"sgl_ssd: {e}", file=sys.stderr)
@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         remove_private_ipc(endpoint)
 
 
-def _check_models(plan: ssd_args.LaunchPlan) -> None:
+def check_models(plan: ssd_args.LaunchPlan) -> None:
+    """Refuse models that cannot work, alone or as a pair. Raises an `SSDError`."""
     check_rollback(plan.target_path, "target")
     if plan.draft_path is not None:
         check_rollback(plan.draft_path, "draft")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ssd.args import LaunchPlan, add_ssd_args, parse
+from sgl_ssd.args import LaunchPlan, add_ssd_args, from_keywords, parse
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.keys import make_keys
@@ -273,3 +273,52 @@ def test_help_can_be_printed() -> None:
     add_ssd_args(parser)
     text = parser.format_help()
     assert "--ssd-fan-out" in text and "(default: 4)" in text
+
+
+# -- keywords of an engine -----------------------------------------------------------------------
+
+
+def test_keywords_say_the_same_as_flags() -> None:
+    plan, rest = from_keywords(
+        {
+            "model_path": "T", "speculative_draft_model_path": "D", "speculative_num_steps": 3,
+            "ssd_fan_out": [3, 2, 1, 1], "ssd_backup": "fast", "ssd_drafting": False,
+            "ssd_draft_mem_fraction_static": 0.3, "tp_size": 2, "base_gpu_id": 1,
+            "dtype": "float16",
+            "max_running_requests": 9, "mem_fraction_static": 0.7,
+        },
+        PRIVATE,
+    )  # fmt: skip
+    by_flags = pair(
+        "--speculative-num-steps", "3", "--ssd-fan-out", "3,2,1,1", "--ssd-backup", "fast",
+        "--ssd-drafting", "off", "--ssd-draft-mem-fraction-static", "0.3", "--tp-size", "2",
+        "--base-gpu-id", "1", "--dtype", "float16", "--max-running-requests", "9",
+        "--mem-fraction-static", "0.7",
+    )  # fmt: skip
+    assert (plan.draft, plan.verifier) == (by_flags.draft, by_flags.verifier)
+    assert rest == {
+        "model_path": "T", "tp_size": 2, "base_gpu_id": 1, "dtype": "float16",
+        "max_running_requests": 9, "mem_fraction_static": 0.7, "speculative_algorithm": "SSD",
+        "speculative_num_steps": 3,
+    }  # fmt: skip
+
+
+def test_an_engine_without_keywords_takes_the_bundled_pair() -> None:
+    plan, rest = from_keywords({"ssd_fan_out": 2}, PRIVATE)
+    assert (plan.target_path, plan.draft_path) == (str(TARGET_PATH), str(DRAFT_PATH))
+    assert plan.verifier.fan_out == [2] * 5 and plan.verifier.drafting
+    assert rest["model_path"] == str(TARGET_PATH)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"ssd_fan_uot": 3}, "ssd_fan_uot"),
+        ({"speculative_algorithm": "EAGLE"}, "EAGLE"),
+        ({"ssd_backup": "maybe"}, "maybe"),
+        ({"model_path": "T"}, "--speculative-draft-model-path is missing"),
+    ],
+)
+def test_keywords_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        from_keywords(kwargs, PRIVATE)
