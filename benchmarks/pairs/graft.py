@@ -210,9 +210,7 @@ class Grafter:
 
     def _writer(self, columns: int, weight: Tensor | None, at: Tensor) -> Tensor:
         """[D, columns] that writes to the residual stream: zero but for `weight` in columns `at`"""
-        made = torch.zeros(
-            self._big.hidden_size, columns, device=self._device, dtype=self._dtype
-        )
+        made = torch.zeros(self._big.hidden_size, columns, device=self._device, dtype=self._dtype)
         if weight is not None:
             d = self._small.hidden_size
             for copy in range(self._copies):

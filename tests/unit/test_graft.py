@@ -87,9 +87,9 @@ def test_heads_keep_their_keys():
 def test_known_shapes_take_the_bundled_pair(name: str):
     for path in (TARGET_PATH, DRAFT_PATH):
         config = big_config(_source(path), SHAPES[name])
-        share = copies_of(Shape.of(_source(path)), SHAPES[name]) * Shape.of(
-            _source(path)
-        ).hidden_size
+        share = (
+            copies_of(Shape.of(_source(path)), SHAPES[name]) * Shape.of(_source(path)).hidden_size
+        )
         root = (share / config["hidden_size"]) ** 0.5
         assert root == torch.tensor(root, dtype=torch.bfloat16).item()
 
