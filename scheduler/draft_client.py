@@ -65,7 +65,7 @@ class DraftClient:
         self.sessions = SessionTable()
         self.num_steps = config.num_steps
         self.fan_out = list(config.fan_out)
-        self.backup = "jit" if config.backup == "auto" else config.backup
+        self.backup = config.backup
         self.server: protocol.Ready | None = None
         self.server_stats: dict[str, float] = {}
         self._link = 0

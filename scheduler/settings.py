@@ -4,7 +4,7 @@ That endpoint carries numbers only, so backup and drafting are said as numbers:
 
 * `ssd_num_steps`: K, from 1 to the start's;
 * `ssd_fan_out`: F for every accepted length, or `ssd_fan_out_0` .. `ssd_fan_out_K` one by one;
-* `ssd_backup`: 0 none, 1 fast, 2 jit;
+* `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
 * `ssd_drafting`: 1 on, 0 off.
 """
 
@@ -18,7 +18,7 @@ from sgl_ssd.fan_out import check_fan_out
 if TYPE_CHECKING:
     from sgl_ssd.scheduler.worker import SSDWorker
 
-BACKUPS = ("none", "fast", "jit")
+BACKUPS = ("none", "fast", "jit", "auto")
 _FAN_OUT_AT = "ssd_fan_out_"
 
 
@@ -41,7 +41,7 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
             raise ConfigError(f"ssd_num_steps {num_steps}: must lie in 1..{worker.num_steps}")
         backup = values.pop("ssd_backup", BACKUPS.index(client.backup))
         if not 0 <= backup < len(BACKUPS):
-            raise ConfigError(f"ssd_backup {backup}: 0 is none, 1 is fast, 2 is jit")
+            raise ConfigError(f"ssd_backup {backup}: 0 is none, 1 is fast, 2 is jit, 3 is auto")
         fan_out = _fan_out(values, client.fan_out, num_steps)
         if values:
             raise ConfigError(f"unknown settings: {', '.join(values)}")

@@ -14,11 +14,10 @@ import msgspec
 
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import check_fan_out
-from sgl_ssd.protocol import MAX_STEPS
+from sgl_ssd.protocol import BACKUPS, MAX_STEPS
 from sgl_ssd.transport import check_endpoint
 
 ENV = "SGLANG_SSD_CONFIG"  # SGLang renames what begins with SGL_, with a warning
-BACKUPS = ("auto", "jit", "fast", "none")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ MAX_ROWS = 4096
 MAX_ROW_TOKENS = 8192
 MAX_STEPS = 64
 MAX_BIAS = 1 << 16
+BACKUPS = ("auto", "jit", "fast", "none")
 
 
 class Status(enum.IntEnum):
@@ -107,7 +108,7 @@ class Configure(Message, kw_only=True):
         _require(1 <= self.num_steps <= MAX_STEPS, "Configure: num_steps out of range")
         _require(len(self.fan_out) == self.num_steps + 1, "Configure: fan_out needs K+1 entries")
         _require(all(0 <= f <= 1024 for f in self.fan_out), "Configure: fan_out out of range")
-        _require(self.backup in ("jit", "fast", "none"), "Configure: unknown backup")
+        _require(self.backup in BACKUPS, "Configure: unknown backup")
 
 
 class Open(Message, kw_only=True):

@@ -90,7 +90,7 @@ def test_rejected_requests_do_no_harm(client, ssd_server):
 
 def test_bad_settings_change_nothing(ssd_server):
     before = ssd_state(ssd_server)
-    for bad in ({"ssd_num_steps": 13}, {"ssd_fan_out": 65}, {"ssd_backup": 3}, {"ssd_typo": 1}):
+    for bad in ({"ssd_num_steps": 13}, {"ssd_fan_out": 65}, {"ssd_backup": 4}, {"ssd_typo": 1}):
         with pytest.raises(AssertionError, match="refused"):
             configure(ssd_server, **bad)
     after = ssd_state(ssd_server)

@@ -63,7 +63,7 @@ def test_greedy_does_not_depend_on_drafting(ssd_server, greedy, steps, fan_out):
     compare(ssd_server, bodies[:6], without[:6], answers, f"K={steps}, alone").check()
 
 
-@pytest.mark.parametrize("backup", [0, 1, 2])
+@pytest.mark.parametrize("backup", [0, 1, 2, 3])
 def test_seeded_sampling_does_not_depend_on_drafting(ssd_server, prompts, backup):
     bodies = _bodies(prompts[24:40], temperature=0.8, top_p=0.95)
     without = _without_drafts(ssd_server, bodies)

@@ -269,7 +269,7 @@ def test_hello_is_answered_and_followed_by_the_settings() -> None:
     one.inner.recv(0)
     (configure,) = [m for m in one.server.messages if isinstance(m, protocol.Configure)]
     assert (configure.num_steps, configure.fan_out) == (K, [4] * (K + 1))
-    assert configure.backup == "jit", "auto never goes over the wire"
+    assert configure.backup == "auto"
 
 
 def test_hello_is_repeated_while_nobody_answers() -> None:
