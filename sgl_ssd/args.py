@@ -258,7 +258,7 @@ def _plan(
             model_path=draft,
             num_steps=ours.speculative_num_steps,
             fan_out=fan_out,
-            backup="jit" if ours.ssd_backup == "auto" else ours.ssd_backup,
+            backup=ours.ssd_backup,
             max_branch_rows=ours.ssd_max_branch_rows,
             device=device,
             base_gpu_id=theirs.base_gpu_id + theirs.tp_size if gpu is None else gpu,
