@@ -217,8 +217,8 @@ def test_the_draft_sits_behind_the_gpus_of_the_target(argv: list[str], gpu: int)
         (["--device", "cuda", "--ssd-draft-device", "cpu"], {"device": "cpu"}),
         (["--dtype", "float32"], {"dtype": "float32"}),
         (["--dtype", "float32", "--ssd-draft-dtype", "bfloat16"], {"dtype": "bfloat16"}),
-        (["--ssd-backup", "auto"], {"backup": "jit"}),
-        ([], {"device": "auto", "dtype": "auto", "backup": "jit", "max_sessions": 256}),
+        (["--ssd-backup", "jit"], {"backup": "jit"}),
+        ([], {"device": "auto", "dtype": "auto", "backup": "auto", "max_sessions": 256}),
     ],
     ids=str,
 )
