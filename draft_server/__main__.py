@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,9 @@ def _configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="[%(asctime)s draft_server] %(levelname)s: %(message)s"
     )
-    if level.lower() != "debug":
+    if level != "debug":
         logging.getLogger("sglang").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
 
 
 def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
@@ -48,7 +50,7 @@ def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
 
     setproctitle.setproctitle("sgl_ssd::draft_server")
     stop = _StopSignals()
-    _watch_parent(options)
+    _watch_parent(options, config.endpoint)
     server, close = _build(config, options)
     stop.server = server
     try:
@@ -76,12 +78,18 @@ class _StopSignals:
         self.server.stop()
 
 
-def _watch_parent(options: ProcessOptions) -> None:
+def _watch_parent(options: ProcessOptions, endpoint: str) -> None:
     if not options.die_with_parent and options.parent_pid is None:
         return
     from sgl_ssd.draft_server.parent import exit_with
 
-    exit_with(options.parent_pid if options.parent_pid is not None else os.getppid())
+    if options.parent_pid is None:
+        exit_with(os.getppid())
+        return
+    # A launcher that was killed could not remove its private folder.
+    from sgl_ssd.transport import remove_private_ipc
+
+    exit_with(options.parent_pid, lambda: remove_private_ipc(endpoint))
 
 
 def _build(
@@ -92,7 +100,7 @@ def _build(
 
     from sgl_ssd.draft_server.device import default_dtype, prepare_device
 
-    device = prepare_device(config.device, options.num_threads)
+    device = prepare_device(config.device, options.num_threads, config.base_gpu_id)
     config = replace(config, device=device, dtype=default_dtype(config.dtype, device))
     from sgl_ssd.draft_server.engine import DraftEngine
     from sgl_ssd.draft_server.runner import DraftRunner

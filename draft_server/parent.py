@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import threading
 import time
+from collections.abc import Callable
 
 POLL_S = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
-def exit_with(pid: int) -> None:
-    """Exit once process `pid` is gone: at once on Linux if it is the parent, else within a second.
+def exit_with(pid: int, clean_up: Callable[[], object] | None = None) -> None:
+    """Exit within a second once process `pid` is gone (it may be gone already), after `clean_up`.
 
-    Exits now if it is gone already.
+    From a thread: a loop that is stuck does not keep this process alive.
     """
-    if pid == os.getppid() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(pid, pid == os.getppid()), daemon=True).start()
+    is_parent = pid == os.getppid()
+    threading.Thread(target=_watch, args=(pid, is_parent, clean_up), daemon=True).start()
 
 
-def _watch(pid: int, is_parent: bool) -> None:
+def _watch(pid: int, is_parent: bool, clean_up: Callable[[], object] | None) -> None:
     while _alive(pid) and (not is_parent or os.getppid() == pid):
         time.sleep(POLL_S)
-    os._exit(1)
+    try:
+        if clean_up is not None:
+            clean_up()
+    finally:
+        os._exit(1)
 
 
 def _alive(pid: int) -> bool:

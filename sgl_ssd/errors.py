@@ -21,3 +21,10 @@ class PairMismatchError(SSDError):
 
 class DraftUnavailableError(SSDError):
     """The draft server did not come up, or is gone."""
+
+
+class StartRefusedError(DraftUnavailableError):
+    """The draft server refused its settings, and has said why itself."""
+
+    def __init__(self) -> None:
+        super().__init__("the draft server refused its settings; its own message is above")

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,9 +19,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from sgl_ssd import args as ssd_args
-from sgl_ssd.errors import SSDError
+from sgl_ssd.errors import ConfigError, SSDError, StartRefusedError
 from sgl_ssd.host import check_sglang_version
-from sgl_ssd.supervisor import DraftSupervisor, TargetProcess
+from sgl_ssd.supervisor import DraftSupervisor, TargetProcess, watch_remote
 from sgl_ssd.transport import private_ipc_endpoint, remove_private_ipc
 from sgl_ssd.vocabulary import check_pair, check_rollback, read_vocabulary
 
@@ -34,12 +35,17 @@ def main(argv: list[str] | None = None) -> int:
         _print_help()
         return 0
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    # Also before `_serve` listens to it, it must not keep us from removing the folder.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     endpoint = private_ipc_endpoint()
     try:
         check_sglang_version()
         plan = ssd_args.parse(argv, endpoint)
+        check_ports(plan)
         check_models(plan)
-        return _serve(plan)
+        return _serve(plan, os.path.dirname(endpoint.removeprefix("ipc://")))
+    except StartRefusedError:
+        return 1
     except (SSDError, OSError) as e:
         print(f"sgl_ssd: {e}", file=sys.stderr)
         return 1
@@ -47,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     finally:
         remove_private_ipc(endpoint)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def check_models(plan: ssd_args.LaunchPlan) -> None:
@@ -62,43 +69,75 @@ def check_models(plan: ssd_args.LaunchPlan) -> None:
         )
 
 
-def _serve(plan: ssd_args.LaunchPlan) -> int:
+def check_ports(plan: ssd_args.LaunchPlan) -> None:
+    """Refuse ports that are taken, before anything is started. Raises `ConfigError`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    http, _ = parser.parse_known_args(plan.sglang_argv)
+    wanted = [("--port", http.host, http.port)]
+    if plan.draft is not None and plan.draft.http_port is not None:
+        wanted.append(("--ssd-draft-http-port", "127.0.0.1", plan.draft.http_port))
+    for flag, host, port in wanted:
+        if not 0 < port < 65536:
+            raise ConfigError(f"{flag} {port}: must lie in 1..65535")
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as e:
+            raise ConfigError(f"{flag} {port}: cannot listen on {host}: {e.strerror}") from None
+
+
+def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
     stop = _StopRequest()
     draft = target = None
-    try:
-        with stop.listening():
+    with stop.listening():
+        try:
             if plan.draft is not None:
                 lost = stop.set if plan.verifier.draft_required else None
                 draft = DraftSupervisor(plan.draft, lost)
             plan.verifier.to_environment()
             # Both take their time to start: let them do so at once.
-            target = TargetProcess(plan.sglang_argv)
+            target = TargetProcess(plan.sglang_argv, folder)
             if draft is not None:
                 with _progress("waiting for the draft server") as progress:
                     draft.wait_ready(plan.verifier.draft_start_timeout_s, stop.check_in(progress))
                 draft.watch()
-            logger.info(
-                "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, drafting %s",
-                plan.target_path,
-                plan.draft_path or "(running elsewhere)",
-                plan.verifier.endpoint,
-                plan.verifier.num_steps,
-                plan.verifier.fan_out,
-                plan.verifier.backup,
-                "on" if plan.verifier.drafting else "off",
-            )
+            elif plan.verifier.draft_required:
+                remote = plan.verifier
+                watch_remote(
+                    remote.endpoint, remote.draft_keys, remote.draft_start_timeout_s, stop.set
+                )
+            _log_plan(plan)
             while target.poll() is None and not stop.wait(0.2):
                 pass
-    finally:
-        code = target.poll() if target is not None else None
-        if target is not None:
-            _stop_target(target, stop)
-        if draft is not None:
-            draft.stop()
+        finally:
+            code = target.poll() if target is not None else None
+            if target is not None:
+                _stop_target(target, stop)
+            if draft is not None:
+                draft.stop()
     if code is None:
         return 0 if stop.by_user else 1
     logger.error("the target server ended with exit code %d", code)
     return code if code > 0 else 128 - code
+
+
+def _log_plan(plan: ssd_args.LaunchPlan) -> None:
+    logger.info(
+        "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, drafting %s",
+        plan.target_path,
+        plan.draft_path or "(running elsewhere)",
+        plan.verifier.endpoint,
+        plan.verifier.num_steps,
+        plan.verifier.fan_out,
+        plan.verifier.backup,
+        "on" if plan.verifier.drafting else "off",
+    )
 
 
 def _stop_target(target: TargetProcess, stop: _StopRequest) -> None:
@@ -106,11 +145,10 @@ def _stop_target(target: TargetProcess, stop: _StopRequest) -> None:
     stopper = threading.Thread(target=target.stop, args=(target.STOP_S,), daemon=True)
     stopper.start()
     seen = stop.count
-    with stop.listening():
-        while stopper.is_alive():
-            stopper.join(0.1)
-            if stop.count > seen:
-                target.kill()
+    while stopper.is_alive():
+        stopper.join(0.1)
+        if stop.count > seen:
+            target.kill()
 
 
 class _StopRequest:
@@ -144,7 +182,10 @@ class _StopRequest:
             self.by_user = True
             self._event.set()
 
-        previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        previous = {s: signal.signal(s, on_signal) for s in numbers}
         try:
             yield
         finally:

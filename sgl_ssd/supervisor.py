@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -19,13 +20,16 @@ from collections.abc import Callable, Mapping
 
 from sgl_ssd import protocol
 from sgl_ssd.config import DraftServerConfig
-from sgl_ssd.errors import DraftUnavailableError, ProtocolError
+from sgl_ssd.errors import DraftUnavailableError, ProtocolError, StartRefusedError
+from sgl_ssd.keys import load_client_keys
 from sgl_ssd.transport import ZmqClient
 
 logger = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_S = 120.0
+CONFIG_EXIT = 2  # the exit code of a draft server that was asked for what cannot work
+SILENCE_S = 10.0
 
 
 class Child:
@@ -135,6 +139,8 @@ class DraftSupervisor:
             while (waited := time.monotonic() - started) < timeout_s:
                 progress(waited)
                 code = self._child.poll()
+                if code == CONFIG_EXIT:
+                    raise StartRefusedError()
                 if code is not None:
                     raise DraftUnavailableError(
                         f"the draft server ended at start with exit code {code}; its own message "
@@ -167,7 +173,9 @@ class DraftSupervisor:
             if self._stopping.is_set():
                 return
             if self._on_lost is not None:
-                logger.error("draft server ended with exit code %s; stopping", code)
+                logger.error(
+                    "draft server ended with exit code %s; stopping (--ssd-draft-required)", code
+                )
                 self._on_lost()
                 return
             if time.monotonic() - started > STABLE_S:
@@ -192,9 +200,44 @@ class DraftSupervisor:
 
 
 class TargetProcess(Child):
-    """SGLang's HTTP server with the SSD algorithm."""
+    """SGLang's HTTP server with the SSD algorithm. `folder` is for its temporary files."""
 
     STOP_S = 30.0
 
-    def __init__(self, sglang_argv: list[str]) -> None:
-        super().__init__([sys.executable, "-m", "sgl_ssd.target_server", *sglang_argv])
+    def __init__(self, sglang_argv: list[str], folder: str) -> None:
+        # SGLang leaves a file for each of its sockets in TMPDIR. What others keep there to find it
+        # again stays where it is.
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        env = {
+            "TMPDIR": folder,
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache),
+        }
+        super().__init__([sys.executable, "-m", "sgl_ssd.target_server", *sglang_argv], env)
+
+
+def watch_remote(
+    endpoint: str, keys: str | None, start_s: float, on_lost: Callable[[], None]
+) -> None:
+    """Call `on_lost` when `endpoint` is silent for `start_s` seconds, later for `SILENCE_S`.
+
+    For a draft server that is required and was not started here; from a thread of our own.
+    """
+    name = f"launcher-{uuid.uuid4().hex}".encode()
+    client_keys = load_client_keys(keys) if keys is not None else None
+
+    def watch() -> None:
+        client = ZmqClient(endpoint, name, client_keys)
+        ping = protocol.encode(protocol.Ping(nonce=0))
+        limit, heard = start_s, time.monotonic()
+        while (silent := time.monotonic() - heard) < limit:
+            client.send(ping)
+            if client.recv(1.0) is not None:
+                limit, heard = SILENCE_S, time.monotonic()
+                time.sleep(1.0)
+        logger.error(
+            "no draft server on %s for %.0f s; stopping (--ssd-draft-required)", endpoint, silent
+        )
+        client.close()
+        on_lost()
+
+    threading.Thread(target=watch, name="draft-watch", daemon=True).start()

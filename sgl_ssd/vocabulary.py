@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ssd.errors import PairMismatchError
+from sgl_ssd.errors import ConfigError, PairMismatchError
 
 # Layers whose state cannot be rolled back to an earlier token, so rejected drafts cannot be undone.
 _RECURRENT_MODEL_TYPES = frozenset(
@@ -88,9 +88,17 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def check_rollback(path: str, role: str) -> None:
     """Refuse models with recurrent state: a rejected draft cannot be taken out of it.
 
-    Raises `PairMismatchError`.
+    Raises `PairMismatchError`, and `ConfigError` when there is no such model.
     """
-    config = text_config(read_config(path))
+    try:
+        config = text_config(read_config(path))
+    except (OSError, ValueError) as e:
+        flag = {"target": "--model-path", "draft": "--speculative-draft-model-path"}.get(role)
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ConfigError(
+            f"the {role} model {path!r} ({flag}) has no config.json in a folder of that name, and "
+            f"the hub gives none: {reason}"
+        ) from None
     layer_types = config.get("layer_types") or config.get("layers_block_type") or ()
     recurrent = _RECURRENT_LAYER_TYPES.intersection(t for t in layer_types if isinstance(t, str))
     if config.get("model_type") in _RECURRENT_MODEL_TYPES or recurrent:

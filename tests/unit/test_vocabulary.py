@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sgl_ssd import vocabulary
-from sgl_ssd.errors import PairMismatchError
+from sgl_ssd.errors import ConfigError, PairMismatchError
 from sgl_ssd.vocabulary import Vocabulary, check_pair, check_rollback, read_vocabulary
 from tiny_model import VOCAB_SIZE, write_tokenizer
 
@@ -136,12 +136,15 @@ def test_an_unknown_vocabulary_fits_any(model: Callable, tmp_path: Path) -> None
         check_pair(a, b, "a", "b")
 
 
-def test_a_folder_that_is_no_model_is_an_os_error(tmp_path: Path) -> None:
-    """The launcher reports OSErrors as one line."""
+def test_a_folder_that_is_no_model_is_named_with_its_flag(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         read(tmp_path / "nothing")
-    with pytest.raises(OSError):
-        check_rollback(str(tmp_path / "nothing"), "draft")
+    path = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path") as error:
+        check_rollback(path, "draft")
+    assert path in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="--model-path"):
+        check_rollback(path, "target")
 
 
 # -- models whose state cannot be rolled back ---------------------------------------------------
