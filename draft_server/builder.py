@@ -134,6 +134,7 @@ class Builder:
                 self.collect()
 
     def _launch(self) -> None:
+        started = time.perf_counter()
         batch = StepBatch(self.cap, self._stepper.scratch)
         for _ in range(len(self._builds)):
             draft = self._builds[0]
@@ -151,6 +152,7 @@ class Builder:
         if batch.size:
             begin = time.perf_counter()
             self._in_flight.append((batch, self._stepper.run(batch), begin))
+            self._stats.launch_s += time.perf_counter() - started
 
     def _mark_launched(self, draft: Draft, part: Part) -> None:
         cache = draft.cache

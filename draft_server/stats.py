@@ -13,6 +13,7 @@ class EngineStats:
 
     steps: int = 0
     step_s: float = 0.0
+    launch_s: float = 0.0  # host time to issue build steps
     step_rows: int = 0
     jits: int = 0
     jit_rows: int = 0
@@ -41,6 +42,7 @@ class EngineStats:
         return {
             "build_steps": self.steps,
             "build_step_ms": 1e3 * self.step_s / max(1, self.steps),
+            "launch_ms": 1e3 * self.launch_s / max(1, self.steps),
             "branch_rows": self.step_rows / max(1, self.steps),
             "jits": self.jits,
             "jit_ms": 1e3 * self.jit_s / max(1, self.jits),
