@@ -75,7 +75,6 @@ class JustInTime:
                 ids = self._first_step(group, homes, ends)
             else:
                 ids = stepper.decode(rows, rows, ends[active] - 1 + j, rows)
-            stepper.proposer.next_token[stepper.runner.put(rows)] = ids[:, 0]
             copies.append((active, HostCopy(ids)))
         for draft, count in group:
             draft.cache.chain, draft.cache.guesses = [], []
@@ -101,4 +100,6 @@ class JustInTime:
             [np.arange(start, end) for start, end in zip(starts, ends.tolist(), strict=True)]
         )
         ids = stepper.decode(lanes, rows, positions, rows)
-        return ids[stepper.runner.put(np.cumsum(sizes) - 1)]
+        ids = ids[stepper.runner.put(np.cumsum(sizes) - 1)]
+        stepper.proposer.next_token[stepper.runner.put(homes)] = ids[:, 0]
+        return ids

@@ -55,17 +55,19 @@ class Stepper:
         sessions: np.ndarray,
         shared: Sequence[SharedContext] = (),
     ) -> torch.Tensor:
-        """Feed each lane its next token (all int64 [N]).
+        """Feed each lane its next token (all int64 [N]); its own choice is the next one then.
 
         Returns the best ids of each lane: int64 [N, width]; the first is the draft's own token.
         """
         packed = self.runner.put(np.stack((lanes, rows, positions, sessions)))
         tokens = self.proposer.next_token[packed[0]]
         logits = self.runner.decode(Lanes(packed[1], packed[2], positions, shared), tokens)
-        return self.proposer.propose(logits, sessions, positions, packed[3], packed[2] + 1)
+        ids = self.proposer.propose(logits, sessions, positions, packed[3], packed[2] + 1)
+        self.proposer.next_token[packed[0]] = ids[:, 0]
+        return ids
 
     def run(self, batch: StepBatch) -> HostCopy:
-        """A build step: every lane's token becomes its next input, late roots get theirs."""
+        """A build step; late roots get their tokens."""
         self.flush_rows()
         known = batch.known_tokens()
         if known is not None:
@@ -73,14 +75,12 @@ class Stepper:
         lanes, rows, positions, sessions = batch.packed()
         shared = batch.shared() if self.runner.reads_shared else ()
         ids = self.decode(lanes, rows, positions, sessions, shared)
-        next_token = self.proposer.next_token
-        next_token[self.runner.put(lanes)] = ids[:, 0]
         late = batch.late_roots()
         if late is not None:
             excluded = batch.excluded()
             roots = ids if excluded is None else excluding(ids, self.runner.put(excluded))
             lane, rank, row = self.runner.put(late)
-            next_token[row] = roots[lane, rank]
+            self.proposer.next_token[row] = roots[lane, rank]
         return HostCopy(ids)
 
     def extend(
