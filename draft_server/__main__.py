@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import warnings
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 

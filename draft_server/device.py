@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from sgl_ssd.cpu.selection import DEVICE_ENV
-from sgl_ssd.cpu.selection import DEVICE_ENV
 from sgl_ssd.errors import ConfigError
 
 
@@ -20,8 +19,6 @@ def prepare_device(device: str, num_threads: int | None, gpu_id: int = 0) -> str
     On the CPU one torch thread by default: the verifier may need the other cores. Raises
     `ConfigError` when the device is not there.
     """
-    if device == "auto" and os.environ.get(DEVICE_ENV, "auto") != "auto":
-        device = os.environ[DEVICE_ENV].split(":")[0]
     if device == "auto" and os.environ.get(DEVICE_ENV, "auto") != "auto":
         device = os.environ[DEVICE_ENV].split(":")[0]
     if device == "cpu":
