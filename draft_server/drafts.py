@@ -48,6 +48,11 @@ class Draft:
     ahead_s: float = 0.0  # how long before the last news that was; negative: behind
 
     @property
+    def owner(self) -> str:
+        """Whose request it is: the verifier, which is the first part of every namespace."""
+        return self.extra_key.partition("/")[0]
+
+    @property
     def chain(self) -> list[int]:
         """The speculation: drafts after the last committed token."""
         return self.cache.chain

@@ -7,6 +7,7 @@ the next round, and `work` (one decode step over all sessions, one chunk of pref
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,7 +62,7 @@ class DraftEngine:
         self._queue = PrefillQueue(
             self.stepper, self.stats, prefill_chunk, self.prefilled, self._give_back
         )
-        self._ready = 0
+        self._ready: Counter[str] = Counter()  # sessions by owner
 
     # -- lifecycle -----------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class DraftEngine:
     def prefilled(self, draft: Draft, guesses: np.ndarray) -> None:
         """The prefill queue is done: KV for every token; `guesses` [width] for the next one."""
         draft.stage = Stage.READY
-        self._ready += 1
+        self._ready[draft.owner] += 1
         draft.cache.guesses = [guesses]
         self.plan(draft)
 
@@ -104,7 +105,8 @@ class DraftEngine:
     def _leave(self, draft: Draft, stage: Stage, keep: bool = True) -> None:
         """To a stage in which nothing is drafted."""
         if draft.stage is Stage.READY:
-            self._ready -= 1
+            self._ready[draft.owner] -= 1
+            self._ready += Counter()  # forgets who has none
             self._release(draft, draft.cache.clear())
             self.kv.trim(draft.home, min(draft.home.length, len(draft.tokens)))
             draft.generation += 1
@@ -216,7 +218,19 @@ class DraftEngine:
     def plan(self, draft: Draft) -> None:
         """Get ready to build the cache for the round that `draft.chain` is verified in."""
         if draft.stage is Stage.READY:
-            self._builder.plan(draft, budget=self.cap // max(1, self._ready) - 1)
+            self._builder.plan(draft, budget=max(0, self._rows_for(draft) - 1))
+
+    def _rows_for(self, draft: Draft) -> int:
+        """Rows of a step for a session: owners share evenly, and leave what they cannot use."""
+        left, mine = self.cap, self._ready[draft.owner]
+        useful = 1 + sum(draft.fan_out)  # for a session; those of others are much alike
+        counts = sorted(self._ready.values())
+        for i, count in enumerate(counts):
+            share = left // (len(counts) - i)
+            if count == mine:
+                return share // mine
+            left -= min(share, count * useful)
+        return left
 
     @property
     def busy(self) -> bool:
@@ -242,7 +256,7 @@ class DraftEngine:
             "kv_total": self.kv.slots.size,
             "kv_available": self.kv.slots.available_size(),
             "kv_evictable": self.kv.radix.evictable_size(),
-            "ready_sessions": self._ready,
+            "ready_sessions": sum(self._ready.values()),
             "prefill_queue": len(self._queue),
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +20,9 @@ Chunk = tuple[Draft, int, int]
 
 
 class PrefillQueue:
-    """First come, first served; several prompts share a chunk of at most `chunk` tokens.
+    """Verifiers take turns, a prompt each; each one's own prompts come in order of arrival.
+
+    Several prompts share a chunk of at most `chunk` tokens.
 
     `done` gets each finished session and its guesses; `give_back` takes a session's KV away again
     (its cached part is found when its turn comes).
@@ -58,6 +60,13 @@ class PrefillQueue:
 
     def add(self, draft: Draft) -> None:
         """`draft`'s tokens without KV are to be computed."""
+        rounds: Counter[str] = Counter()
+        mine = 1 + sum(other.owner == draft.owner for other in self._waiting)
+        for i, other in enumerate(self._waiting):
+            rounds[other.owner] += 1
+            if rounds[other.owner] > mine:
+                self._waiting.insert(i, draft)
+                return
         self._waiting.append(draft)
 
     def remove(self, draft: Draft) -> None:

@@ -41,6 +41,7 @@ STARVED_POLL_S = 0.02
 HOUSEKEEPING_S = 1.0
 ERRORS_PER_S = 10
 MESSAGES_PER_TURN = 1024
+RECEIVE_S = 0.002
 SESSIONS_PER_SLOT = 16
 
 
@@ -133,7 +134,10 @@ class DraftServer:
             timeout = 0.0
         else:
             timeout = STARVED_POLL_S if self._engine.starved else IDLE_POLL_S
+        begin = self._clock()
         for _ in range(MESSAGES_PER_TURN):
+            if self._asked and self._clock() - begin > RECEIVE_S:
+                return  # one verifier's flood does not keep another's question waiting
             received = self._channel.recv(timeout)
             if received is None:
                 return
@@ -210,8 +214,9 @@ class DraftServer:
         if int(prompt.min()) < 0 or int(prompt.max()) >= peer.hello.vocab_size:
             self.stats.malformed += 1
             return
-        if self.peers.num_sessions >= self._max_open:
-            self._refuse(peer.identity, "too_many_sessions", f"more than {self._max_open} open")
+        quota = max(1, self._max_open // len(self.peers))
+        if len(peer.sessions) >= quota:
+            self._refuse(peer.identity, "too_many_sessions", f"more than {quota} open")
             return
         params = SamplingParams(
             temperature=message.temperature,
