@@ -97,8 +97,22 @@ def _update_finish_state(orig: Any, req: Any, new_accepted_len: int = 1) -> None
                 req.finished_len = len(req.output_ids)
             break
     req.grammar = grammar
+    if req.finished() and req.finished_len is not None:
+        # Upstream has counted the whole run before it knew where the text ends.
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
     # The rest has KV in the pool: it must stay accounted for, hidden behind finished_len.
     req.output_ids.extend(run)
+
+
+def _append_decode_hidden_states(
+    orig: Any, *, req: Any, hidden_states: Any, start: int, accept_len: int
+) -> None:
+    """One hidden state for each token of the text, and none for what a run has after its end."""
+    # For "last" upstream itself looks for the end of the text in the run.
+    if req.finished_len is not None and req.return_hidden_states != "last":
+        before = len(req.output_ids) - accept_len
+        accept_len = max(0, min(accept_len, req.finished_len - before))
+    orig(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
 
 
 def install() -> None:
@@ -106,6 +120,10 @@ def install() -> None:
     spec = "sglang.srt.speculative.spec_info.create_dummy_verify_input"
     graphs = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
     sizing = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+    results = (
+        "sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor"
+    )
     for target, hook in (
         (spec, _dummy_verify_input),
         (f"{graphs}.get_spec_info", _graph_spec_info),
@@ -113,5 +131,6 @@ def install() -> None:
         (sizing, _extra_context_len),
         ("sglang.srt.mem_cache.common.release_kv_cache", _release_kv_cache),
         ("sglang.srt.managers.schedule_batch.Req.update_finish_state", _update_finish_state),
+        (f"{results}._append_decode_hidden_states", _append_decode_hidden_states),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)

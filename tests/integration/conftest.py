@@ -13,6 +13,10 @@ from servers import ServerProcess
 from sgl_ssd.models import TARGET_PATH
 
 MAX_STEPS = 12
+# What plain SGLang and ours serve alike. This parser thinks only when it is told to.
+SERVED = ["--device", "cpu", "--dtype", "float32", "--enable-custom-logit-processor"]
+SERVED += ["--tool-call-parser", "qwen25", "--reasoning-parser", "mimo"]
+SERVED += ["--enable-return-hidden-states"]
 HELD_OUT = Path(__file__).parents[2] / "benchmarks" / "pairs" / "held_out.jsonl"
 
 
@@ -44,9 +48,7 @@ def prompts(held_out) -> list[list[int]]:
 def ssd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Target and draft server on the bundled pair in fp32; K up to 12, set it while it runs."""
     log = tmp_path_factory.mktemp("ssd-server") / "server.log"
-    args = ["--device", "cpu", "--dtype", "float32", "--speculative-num-steps", str(MAX_STEPS)]
-    args += ["--tool-call-parser", "qwen25", "--enable-metrics"]
-    args += ["--enable-custom-logit-processor"]
+    args = [*SERVED, "--speculative-num-steps", str(MAX_STEPS), "--enable-metrics"]
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     with ServerProcess("sgl_ssd.launch_server", args, log=log, env=env) as server:
         yield server
@@ -57,7 +59,6 @@ def ssd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
 def plain_bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Plain SGLang on the bundled target, without the overlap loop, whose penalties lag."""
     log = tmp_path_factory.mktemp("plain-bundled") / "server.log"
-    args = ["--model-path", str(TARGET_PATH), "--device", "cpu", "--dtype", "float32"]
-    args += ["--disable-overlap-schedule"]
+    args = [*SERVED, "--model-path", str(TARGET_PATH), "--disable-overlap-schedule"]
     with ServerProcess("sglang.launch_server", args, log=log) as server:
         yield server
