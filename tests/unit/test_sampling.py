@@ -271,6 +271,9 @@ def test_greedy_rows_beside_sampled_ones_take_the_greatest() -> None:
     tokens = coupled_sample(logits, rows, torch.arange(60))
     assert torch.equal(tokens[::3], logits.argmax(-1)[::3])
     assert (tokens != logits.argmax(-1)).any()
+    # and its next guesses are the next logits, whatever its filters say
+    scores = coupled_scores(logits, rows, torch.arange(60))
+    assert torch.equal(scores[::3], logits[::3])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -227,6 +227,13 @@ def test_an_abort_ends_at_once(tokenizer: Any, length: int) -> None:
     in_one_run(req, [50] * length)
     assert isinstance(req.finished_reason, FINISH_ABORT) and req.to_finish is None
     assert req.output_ids.tolist() == BEFORE + [50] * length
+    assert ending(req) == ("FINISH_ABORT", None, 4), "with the first token that came after it"
+
+
+def test_a_stop_string_that_was_there_before_the_run_ends_at_once(tokenizer: Any) -> None:
+    req = make_req(tokenizer, BEFORE, stop=["stop"])
+    req.decoded_text = "please stop"
+    assert ending(in_one_run(req, [50, 51, 52])) == ("FINISH_MATCHED_STR", "stop", 4)
 
 
 @pytest.mark.parametrize("bad", [VOCAB_SIZE, -1])

@@ -407,6 +407,7 @@ def test_greedy_is_said_in_two_ways() -> None:
         logits.clone(), reqs, NO_INFO, chain, first_indices(reqs), None
     )
     assert tokens[:, 0].tolist() == logits.argmax(-1).tolist()
+    assert sampler_for(reqs).rows(reqs).temperature.tolist() == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
