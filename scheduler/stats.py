@@ -54,6 +54,8 @@ class SSDStats:
         self.round_trip = MeanTime()
         self.wait = MeanTime()
         self.period = MeanTime()
+        self.outcome_wait = MeanTime()
+        self.launch = MeanTime()
         self.restarts = 0
 
     def observe_round(self, drafted: int, accepted: int) -> None:
@@ -103,4 +105,17 @@ class SSDStats:
             "round_trip_ms": self.round_trip.mean * 1e3,
             "round_ms": self.period.mean * 1e3,
             "draft_wait_ms": self.wait.mean * 1e3,
+            "outcome_wait_ms": self.outcome_wait.mean * 1e3,
+            "launch_ms": self.launch.mean * 1e3,
+            # For differences between two looks: how often, and seconds in all.
+            "times": {
+                name: [time.count, time.total]
+                for name, time in (
+                    ("round_trip", self.round_trip),
+                    ("round", self.period),
+                    ("draft_wait", self.wait),
+                    ("outcome_wait", self.outcome_wait),
+                    ("launch", self.launch),
+                )
+            },
         }

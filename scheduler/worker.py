@@ -12,6 +12,7 @@ host work while the target computes.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +184,7 @@ class SSDWorker(BaseSpecWorker):
         result.new_seq_lens = seq_lens
         result.accept_lens = ones
         result.speculative_num_draft_tokens = 1
-        self._send_ready_news()
+        self._send_news(wait=False)
         return result
 
     def _draw_first(self, batch: Any, logits_output: Any, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -240,11 +241,14 @@ class SSDWorker(BaseSpecWorker):
         sessions: list[Session | None] = [None] * bs
         drafts = np.zeros((bs, self.num_steps), dtype=np.int64)
         lens = np.zeros(bs, dtype=np.int64)
-        self._send_news()
-        if self.client is not None:
-            sessions = [self.client.sessions.get(req.rid) for req in reqs]
+        # Who asks for drafts must know the outcome of the forward before; others need not wait.
+        client = self.client
+        self._send_news(wait=self.drafting and client is not None and client.up)
+        if client is not None:
+            sessions = [client.sessions.get(req.rid) for req in reqs]
             self._take_drafts(reqs, sessions, drafts, lens)
         drafts, lens = self._broadcast_drafts(drafts, lens)
+        started = time.perf_counter()
         width = self._width(lens)
         seq_lens = batch.seq_lens
         chain = torch.empty((bs, width), dtype=torch.int64, device=self.device)
@@ -283,7 +287,8 @@ class SSDWorker(BaseSpecWorker):
             self.sampler.verify_logprobs(batch, logits_output, tokens)
         self.stats.verifies += 1
         self.stats.verifies_without_drafts += int(width == 1)
-        self._send_ready_news()
+        self.stats.launch.add(time.perf_counter() - started)
+        self._send_news(wait=False)
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
@@ -374,21 +379,21 @@ class SSDWorker(BaseSpecWorker):
             return "resting" if self.client.resting else "late"
         return {3: "miss", 4: "prefilling", 8: "no_memory"}.get(session.status, "empty")
 
-    def _send_news(self) -> None:
-        """Commit every pending outcome to its sessions and ask for their next speculations."""
-        if not self._pending:
+    def _send_news(self, wait: bool = True) -> None:
+        """Commit pending outcomes to their sessions and ask for their next speculations.
+
+        With `wait`, all of them; otherwise those that the device has computed by now.
+        """
+        started, pending = time.perf_counter(), len(self._pending)
+        while self._pending and (wait or self._pending[0].is_ready()):
+            self._commit(self._pending.pop(0))
+        if len(self._pending) == pending:
             return
-        for outcome in self._pending:
-            self._commit(outcome)
-        self._pending.clear()
+        if wait:
+            self.stats.outcome_wait.add(time.perf_counter() - started)
         if self.client is not None and self._asking and self.drafting:
             self.client.ask(self._asking.values())
         self._asking.clear()
-
-    def _send_ready_news(self) -> None:
-        """`_send_news` if it would not wait for the device (on a CPU it never does)."""
-        if all(outcome.is_ready() for outcome in self._pending):
-            self._send_news()
 
     def _commit(self, outcome: PendingOutcome) -> None:
         rows = outcome.rows()
