@@ -163,7 +163,7 @@ class Server:
     def configure(self, **settings: int) -> None:
         """Change `ssd_*` settings. Raises `RuntimeError` if they are refused."""
         answer = self.post("/set_internal_state", {"server_args": settings})
-        updated = answer.get("updated") if isinstance(answer, dict) else False
+        updated = answer.get("updated") if isinstance(answer, dict) else answer
         if not (all(updated) if isinstance(updated, list) else updated):
             raise RuntimeError(f"{self.spec.name}: settings refused: {settings}: {answer}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,8 @@ class GraftedLlamaForCausalLM(LlamaForCausalLM):
         grafter = Grafter(weights, small, big, parameter.device, parameter.dtype)
         return super().load_weights(grafter)
 
-    @torch.no_grad()
+    # SGLang looks at the names of the parameters.
+    @functools.wraps(LlamaForCausalLM.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         logits = getattr(output, "next_token_logits", None)
