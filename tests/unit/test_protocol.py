@@ -27,7 +27,7 @@ TOKEN = st.integers(-(2**31), 2**31 - 1)
 STEPS = st.integers(1, protocol.MAX_STEPS)
 TEXT = st.text(max_size=40)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-EXAMPLES = 300
+EXAMPLES = 200
 
 
 def ints(dtype: str, count: int, low: int, high: int) -> st.SearchStrategy:
@@ -239,7 +239,7 @@ def test_every_status_travels(status: Status) -> None:
 # -- what is not is refused -------------------------------------------------------------------
 
 
-@settings(max_examples=1500, deadline=None, database=None)
+@settings(max_examples=1000, deadline=None, database=None)
 @given(frames=st.lists(st.binary(max_size=200), max_size=5))
 @example(frames=[])
 @example(frames=[b""])
@@ -260,7 +260,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=800, deadline=None, database=None)
+@settings(max_examples=500, deadline=None, database=None)
 @given(data=st.data())
 def test_any_header_value_is_accepted_or_refused(data: Any) -> None:
     """Other values, of any type, in the headers of valid messages."""
