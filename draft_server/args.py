@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from sgl_ssd.config import BACKUPS, DraftServerConfig
+from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import parse_fan_out
+from sgl_ssd.protocol import BACKUPS
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ssd.config import BACKUPS, DraftServerConfig, VerifierConfig, check_num_steps
+from sgl_ssd.config import DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import parse_fan_out
 from sgl_ssd.keys import load_client_keys
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
+from sgl_ssd.protocol import BACKUPS
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_FAN_OUT = "4"

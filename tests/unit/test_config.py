@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sgl_ssd.config import BACKUPS, ENV, DraftServerConfig, VerifierConfig
+from sgl_ssd.config import ENV, DraftServerConfig, VerifierConfig
 from sgl_ssd.errors import ConfigError
-from sgl_ssd.protocol import MAX_STEPS
+from sgl_ssd.protocol import BACKUPS, MAX_STEPS
 
 ENDPOINT = "ipc:///tmp/sgl_ssd_test/draft"
 INF, NAN = float("inf"), float("nan")
