@@ -14,6 +14,7 @@ class MeanTime:
     def __init__(self, weight: float = 0.05) -> None:
         self.count = 0
         self.total = 0.0
+        self.longest = 0.0
         self.recent = 0.0
         self.deviation = 0.0
         self._weight = weight
@@ -22,6 +23,7 @@ class MeanTime:
         """Observe one duration."""
         self.count += 1
         self.total += seconds
+        self.longest = max(self.longest, seconds)
         if self.count == 1:
             self.recent = seconds
             return
@@ -105,6 +107,7 @@ class SSDStats:
             "round_trip_ms": self.round_trip.mean * 1e3,
             "round_ms": self.period.mean * 1e3,
             "draft_wait_ms": self.wait.mean * 1e3,
+            "draft_wait_max_ms": self.wait.longest * 1e3,
             "outcome_wait_ms": self.outcome_wait.mean * 1e3,
             "launch_ms": self.launch.mean * 1e3,
             # For differences between two looks: how often, and seconds in all.

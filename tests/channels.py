@@ -254,7 +254,8 @@ class FaultyChannel:
 
     def _flush(self) -> None:
         while (frames := self._out.get(self._clock())) is not None:
-            self._inner.send(frames)
+            if frames:  # a message that lost all its frames is lost
+                self._inner.send(frames)
 
     def _tamper(self, frames: list[bytes], queue: Queue) -> Fault:
         """Put what becomes of a message into `queue`, unless it may go its way untouched."""
