@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sgl_ssd.cpu import invariance, kernels
+from sgl_ssd.cpu import grammar, invariance, kernels
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -22,6 +22,7 @@ def register(*, invariant: bool) -> None:
     from sgl_ssd.cpu.attention import TorchAttentionBackend
 
     disable_compilation()
+    grammar.serve_reasoning()
     register_attention_backend("torch_native")(
         lambda model_runner: TorchAttentionBackend(model_runner, invariant=invariant)
     )

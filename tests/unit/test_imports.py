@@ -21,6 +21,7 @@ SGLANG_USERS = {
     "sgl_ssd.cpu.allocator",
     "sgl_ssd.cpu.attention",
     "sgl_ssd.cpu.defaults",
+    "sgl_ssd.cpu.grammar",
     "sgl_ssd.cpu.hooks",
     "sgl_ssd.cpu.platform",
     "sgl_ssd.engine",
