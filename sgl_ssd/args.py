@@ -211,6 +211,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         ("--log-level", {"default": "info"}),
         ("--trust-remote-code", {"action": "store_true"}),
         ("--speculative-algorithm", {}),
+        ("--config", {}),
     )
     for flag, kwargs in flags:
         seen.add_argument(flag, **kwargs)
@@ -223,6 +224,11 @@ def _plan(
     """What the flags ask for; `sglang_argv` holds the target's path alone. Raises `ConfigError`."""
     target, draft = ours.model_path, ours.speculative_draft_model_path
     if target is None:
+        if theirs.config is not None:
+            raise ConfigError(
+                f"--config {theirs.config}: SGLang alone reads it; give --model-path and the "
+                "flags of SSD on the command line"
+            )
         if draft is not None:
             raise ConfigError("--speculative-draft-model-path needs --model-path")
         target, draft = str(TARGET_PATH), str(DRAFT_PATH)

@@ -53,7 +53,10 @@ def _tokens(path: str, trust_remote_code: bool) -> list[str | None] | None:
         # Reading the file itself spares a small process the import of transformers and torch.
         from tokenizers import Tokenizer
 
-        vocabulary = Tokenizer.from_file(file).get_vocab(with_added_tokens=True)
+        try:
+            vocabulary = Tokenizer.from_file(file).get_vocab(with_added_tokens=True)
+        except Exception as e:  # the library raises nothing narrower
+            raise PairMismatchError(f"cannot read the tokenizer {file}: {e}") from None
     else:
         from transformers import AutoTokenizer
 

@@ -322,3 +322,8 @@ def test_an_engine_without_keywords_takes_the_bundled_pair() -> None:
 def test_keywords_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         from_keywords(kwargs, PRIVATE)
+
+
+def test_a_configuration_file_needs_the_model_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"--config serve\.yaml"):
+        parse(["--config", "serve.yaml"], "ipc:///tmp/x/draft")

@@ -182,3 +182,9 @@ def test_recurrent_models_are_refused(tmp_path: Path, config: dict, role: str) -
 )  # fmt: skip
 def test_attention_models_pass(tmp_path: Path, config: dict) -> None:
     check_rollback(str(write_config(tmp_path / "model", **config)), "target")
+
+
+def test_a_corrupt_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(PairMismatchError, match=r"cannot read the tokenizer .*tokenizer\.json"):
+        read_vocabulary(str(tmp_path))
