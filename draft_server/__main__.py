@@ -162,4 +162,8 @@ def _build(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Tearing down torch takes many seconds on a busy machine, and nothing is left to be saved.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
