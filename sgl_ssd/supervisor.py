@@ -30,6 +30,7 @@ BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_S = 120.0
 CONFIG_EXIT = 2  # the exit code of a draft server that was asked for what cannot work
 SILENCE_S = 10.0
+LAUNCHER_ENV = "SGLANG_SSD_LAUNCHER"  # process id of the launcher, for the target
 
 
 class Child:
@@ -209,6 +210,7 @@ class TargetProcess(Child):
         # again stays where it is.
         cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         env = {
+            LAUNCHER_ENV: str(os.getpid()),
             "TMPDIR": folder,
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache),
         }

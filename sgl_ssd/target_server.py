@@ -5,18 +5,34 @@ The same as `sglang.launch_server`, plus a check that our plugin is in place.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 
 from sgl_ssd.errors import SSDError
 from sgl_ssd.host import load_plugins
+from sgl_ssd.supervisor import LAUNCHER_ENV
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_launcher() -> None:
+    """Be killed when the launcher ends, which may have happened already.
+
+    Called before the slow imports, so that none of them outlives it.
+    """
+    launcher = os.environ.pop(LAUNCHER_ENV, None)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher is not None and os.getppid() != int(launcher):
+        os._exit(1)
 
 
 def main(argv: list[str]) -> int:
     """Serve until stopped; returns the exit status."""
-    from sglang.srt.utils import kill_itself_when_parent_died, kill_process_tree
+    _die_with_launcher()
+    from sglang.srt.utils import kill_process_tree
 
-    kill_itself_when_parent_died()
     try:
         load_plugins()
         from sglang.launch_server import run_server

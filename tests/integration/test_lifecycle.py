@@ -68,7 +68,7 @@ def _bodies(prompts, count, seed=0):
 
 
 def test_retraction_keeps_the_text(small_server, prompts):
-    bodies = _bodies(prompts, 60)
+    bodies = _bodies(prompts, 30)
     configure(small_server, ssd_drafting=0)
     without = send_all(small_server, bodies, 1)
     configure(small_server, ssd_drafting=1)
@@ -84,23 +84,30 @@ def test_retraction_keeps_the_text(small_server, prompts):
 
 
 def test_aborts_and_flushes_leave_nothing(small_server, prompts):
-    bodies = _bodies(prompts, 500, seed=1)
+    bodies = _bodies(prompts, 160, seed=1)
     for i, body in enumerate(bodies):
         body["rid"] = f"request-{i}"
+    in_flight: set[str] = set()
+    flushes: list[bool] = []
     stop = threading.Event()
 
     def trouble() -> None:
         r = random.Random(2)
         while not stop.wait(0.05):
-            small_server.post("/abort_request", {"rid": f"request-{r.randrange(500)}"})
-            if r.random() < 0.05:
-                small_server.post("/flush_cache", {})
+            waiting = sorted(in_flight)
+            if waiting and r.random() < 0.1:
+                small_server.post("/abort_request", {"rid": r.choice(waiting)})
+            if r.random() < 0.1:
+                flushes.append(_flush(small_server))
 
     def send(body) -> str:
+        in_flight.add(body["rid"])
         try:
             return small_server.post("/generate", body)["meta_info"]["finish_reason"]["type"]
         except RuntimeError as e:
             return "abort" if "abort" in str(e).lower() else str(e)
+        finally:
+            in_flight.discard(body["rid"])
 
     troublemaker = threading.Thread(target=trouble)
     troublemaker.start()
@@ -111,13 +118,22 @@ def test_aborts_and_flushes_leave_nothing(small_server, prompts):
         stop.set()
         troublemaker.join()
     assert set(reasons) <= {"length", "abort"}, set(reasons)
-    assert reasons.count("length") > 300
-    assert reasons.count("abort") > 0
-    _wait_for(lambda: _pools_whole(small_server), 20, "pools whole after aborts")
-    small_server.post("/flush_cache", {})
+    assert reasons.count("length") > 0 and reasons.count("abort") > 0
+    assert flushes, "none was tried"
+    _wait_for(lambda: _pools_whole(small_server), 30, "pools whole after aborts")
+    _wait_for(lambda: _flush(small_server), 30, "the cache can be flushed when idle")
     state = ssd_state(small_server)
     assert state["kv_available"] == state["kv_total"]
     assert state["invalid_messages"] == 0
+
+
+def _flush(server: ServerProcess) -> bool:
+    """Flush the cache; whether SGLang did (it refuses while requests run)."""
+    try:
+        server.post("/flush_cache", {})
+    except RuntimeError:
+        return False
+    return True
 
 
 def _draft_process(server: ServerProcess) -> psutil.Process:
@@ -134,7 +150,7 @@ def _draft_process(server: ServerProcess) -> psutil.Process:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_losing_the_draft_costs_speed_only(small_server, prompts, number):
     """Killed or wedged in the middle of 8 requests: same text, no long stall, drafting resumes."""
-    bodies = _bodies(prompts, 24, seed=3)
+    bodies = _bodies(prompts, 12, seed=3)
     for body in bodies:
         body["sampling_params"]["max_new_tokens"] = 120
     configure(small_server, ssd_drafting=0)
