@@ -232,7 +232,7 @@ class DraftServer:
             prompt, params, peer.namespace(message.extra_key), peer.num_steps,
             peer.fan_out,
         )  # fmt: skip
-        peer.sessions[message.sid] = Session(message.sid, message.epoch, draft)
+        peer.sessions[message.sid] = Session(message.sid, message.epoch, draft, self._clock())
 
     def _close(self, peer: Peer, message: Close) -> None:
         session = peer.sessions.get(message.sid)
@@ -283,7 +283,7 @@ class DraftServer:
     def _take_in(self, peer: Peer, message: Speculate) -> list[tuple[Session | None, Any, int]]:
         """Apply the news of each row: (session, status or None for a miss, have_len)."""
         rows: list[tuple[Session | None, Any, int]] = []
-        at = 0
+        at, now = 0, self._clock()
         seen: set[int] = set()  # a session asked for twice in one message is refused
         for sid, epoch, base, num in message.rows.tolist():
             tokens = message.tokens[at : at + num]
@@ -293,6 +293,7 @@ class DraftServer:
                 rows.append((None, Status.UNKNOWN, 0))
                 continue
             seen.add(sid)
+            session.last_seen = now
             status = self._news(peer, session, base, tokens)
             have = 0 if status is Status.UNKNOWN else len(session.draft.tokens)
             rows.append((session if status is not Status.UNKNOWN else None, status, have))
@@ -374,6 +375,9 @@ class DraftServer:
             self.stats.expired_peers += 1
             for session in peer.sessions.values():
                 self._engine.close(session.draft)
+        for session in self.peers.expire_sessions(now):
+            self.stats.expired_sessions += 1
+            self._engine.close(session.draft)
 
     def summary(self) -> dict[str, float]:
         """All numbers, flat."""

@@ -21,6 +21,7 @@ class Session:
     sid: int
     epoch: int
     draft: Any
+    last_seen: float = 0.0
 
 
 @dataclass
@@ -95,6 +96,19 @@ class Peers:
         gone = [p for p in self._peers.values() if now - p.last_seen > self._lease_s]
         for peer in gone:
             del self._peers[peer.identity]
+        return gone
+
+    def expire_sessions(self, now: float) -> list[Session]:
+        """Take out the sessions nobody asked about for the lease: their Close must have got lost.
+
+        A verifier that still wants one hears UNKNOWN and opens it again.
+        """
+        gone = []
+        for peer in self._peers.values():
+            old = [s for s in peer.sessions.values() if now - s.last_seen > self._lease_s]
+            for session in old:
+                del peer.sessions[session.sid]
+            gone += old
         return gone
 
     @property

@@ -70,6 +70,7 @@ class ServerStats:
     malformed: int = 0
     refused: int = 0
     expired_peers: int = 0
+    expired_sessions: int = 0  # their Close was lost
     unanswered: int = 0  # rounds that a newer one replaced before they were answered
     unsent: int = 0  # answers that the peer's queue had no room for
 

@@ -282,6 +282,19 @@ def test_prompts_with_impossible_ids_and_too_many_sessions_are_refused() -> None
     assert len(bench.engine.drafts) == 32
 
 
+def test_a_session_nobody_asks_about_ends_and_may_be_opened_again() -> None:
+    bench = Bench()
+    bench.open(sid=1)
+    bench.open(sid=2)
+    for i in range(1, 6):
+        bench.clock.now += 10
+        assert status(bench.round((2, 0, 2, [4]), round_id=i)) is not Status.UNKNOWN
+    assert bench.server.stats.expired_sessions == 1
+    assert status(bench.round((1, 0, 2, [4]), round_id=9)) is Status.UNKNOWN
+    bench.open(sid=1, epoch=1)
+    assert status(bench.round((1, 1, 2, [4]), round_id=10)) is Status.HIT
+
+
 def test_flush_drops_a_verifiers_sessions_without_keeping_their_prefixes() -> None:
     bench = Bench()
     other = bench.channel.connect(b"other")

@@ -54,3 +54,14 @@ def test_namespaces_are_a_peers_own_and_a_flush_makes_a_new_one() -> None:
     peers.join(b"a", hello("again"), [1], "jit", 0.0)
     seen.add(peers.get(b"a", 0.0).namespace(""))
     assert len(seen) == 7
+
+
+def test_a_session_whose_close_got_lost_ends_with_the_lease() -> None:
+    peers = Peers(lease_s=10)
+    peers.join(b"a", hello(), [1], "jit", 0.0)
+    peer = peers.get(b"a", 20.0)
+    peer.sessions[1] = lost = Session(1, 0, None, last_seen=5.0)
+    peer.sessions[2] = Session(2, 0, None, last_seen=15.0)
+    assert peers.expire_sessions(14.0) == []
+    assert peers.expire_sessions(20.0) == [lost]
+    assert list(peer.sessions) == [2]
