@@ -124,7 +124,7 @@ def time_table(groups: Groups, pair: str, temperature: float) -> list[str]:
             times = {n: mean_of(runs, "ssd", f"{n}_ms") for n in ROUND_TIMES}
             parts = [times[n] for n in ("outcome_wait", "draft_wait", "launch")]
             rest = None
-            if times["round"] is not None and None not in parts:
+            if times["round"] is not None:
                 rest = times["round"] - sum(p for p in parts if p is not None)
             cells = [key.setting, str(level)]
             cells += [text(mean_of(runs, "ssd", n)) for n in ("hit_rate", "accept_rate")]
@@ -133,7 +133,7 @@ def time_table(groups: Groups, pair: str, temperature: float) -> list[str]:
             names = ("build_step_ms", "launch_ms", "jit_ms")
             cells += [text(mean_of(runs, "ssd", "draft", n)) for n in names]
             lines.append(_row(cells))
-    return lines
+    return lines if len(lines) > 2 else []
 
 
 def greedy_equality(results: list[Result]) -> list[str]:
@@ -157,7 +157,7 @@ def greedy_equality(results: list[Result]) -> list[str]:
 
 
 def plots(groups: Groups, out: Path) -> list[Path]:
-    """Speed-up over the baseline, and hit rate: one PNG a pair."""
+    """Tokens per second of one request, and hit rate: a PNG for each pair and temperature."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -167,15 +167,17 @@ def plots(groups: Groups, out: Path) -> list[Path]:
     made = []
     for pair, temperature in sorted({(k.pair, k.temperature) for k in groups}):
         keys = [k for k in groups if (k.pair, k.temperature) == (pair, temperature)]
+        if len({c for k in keys for c in groups[k]}) < 2:
+            continue
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-        for key in keys:
-            levels = sorted(groups[key])
+        for number, key in enumerate(keys):
+            color, levels = f"C{number}", sorted(groups[key])
             per_user = [speed(groups[key][c]) / c for c in levels]
             style = "--" if key.system != "ssd" or key.setting == "off" else "-"
-            left.plot(levels, per_user, style, marker="o", label=key.label)
+            left.plot(levels, per_user, style, color=color, marker="o", label=key.label)
             if key.system == "ssd" and key.setting != "off":
                 hits = [mean_of(groups[key][c], "ssd", "hit_rate") or 0.0 for c in levels]
-                right.plot(levels, hits, marker="o", label=key.label)
+                right.plot(levels, hits, color=color, marker="o")
         left.set(xscale="log", xlabel="requests at a time", ylabel="tokens/s of one request")
         right.set(xscale="log", xlabel="requests at a time", ylabel="hit rate", ylim=(0, 1))
         for axes in (left, right):
@@ -215,8 +217,10 @@ def render(reports: list[dict[str, Any]]) -> str:
     for pair, temperature in sorted({(k.pair, k.temperature) for k in groups}):
         lines += ["", f"### {pair}, temperature {temperature:g}, tokens per second", ""]
         lines += speed_table(groups, pair, temperature)
-        lines += ["", f"### {pair}, temperature {temperature:g}, a round in milliseconds", ""]
-        lines += time_table(groups, pair, temperature)
+        times = time_table(groups, pair, temperature)
+        if times:
+            lines += ["", f"### {pair}, temperature {temperature:g}, a round in milliseconds", ""]
+            lines += times
     same = greedy_equality(results)
     if same:
         lines += ["", "### Greedy outputs equal to the baseline's", "", *same]
