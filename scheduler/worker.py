@@ -260,12 +260,14 @@ class SSDWorker(BaseSpecWorker):
         logits_output, graph = self._forward(batch, chain, seq_lens)
         mask = None
         if batch.has_grammar:
+            if barrier is not None:
+                barrier()
             mask = build_grammar_vocab_mask(
-                reqs=reqs,
+                reqs=[_GrammarRow(req) for req in reqs],
                 tree=GrammarTree.from_linear_chain(chain),
                 sampling_info=batch.sampling_info,
                 device=self.device,
-                barrier=barrier,
+                barrier=None,
             )
         tokens = self.sampler.sample(
             logits_output.next_token_logits,
@@ -430,6 +432,17 @@ class SSDWorker(BaseSpecWorker):
             group = self._runner.tp_group
             dist.broadcast(tokens, src=group.ranks[0], group=group.device_group)
         return tokens
+
+
+class _GrammarRow:
+    """A request as the mask builder sees it: without its grammar once that has failed.
+
+    A grammar that refuses a token it has allowed ends its request (`to_finish`). Under the overlap
+    loop the request has one more row by then, for which a mask could only raise an error.
+    """
+
+    def __init__(self, req: Any) -> None:
+        self.grammar = None if req.to_finish is not None else req.grammar
 
 
 def _wants_drafts(req: Any) -> bool:

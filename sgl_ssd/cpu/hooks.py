@@ -48,6 +48,11 @@ def register(*, invariant: bool) -> None:
             without_gpu_communicators,
             HookType.BEFORE,
         ),
+        (
+            "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_structural_tag",
+            grammar.dispatch_structural_tag,
+            HookType.AROUND,
+        ),
     ):
         HookRegistry.register(target, hook, kind)
     if invariant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,3 +52,35 @@ def test_a_thought_is_free_and_the_answer_is_not(
     assert allowed(backend, tokenizer, ["b", "b"]) == {"a", "b"}
     assert allowed(backend, tokenizer, ["b", "</think>"]) == {"a"}
     assert allowed(backend, tokenizer, ["b", "</think>", "a"]) == {"a"}
+
+
+def test_a_tag_that_ends_with_an_added_token_ends(tokenizer: Any) -> None:
+    """As text, `</tool_call>` would be forced by llguidance and then refused by it."""
+    tag = {
+        "type": "structural_tag",
+        "structures": [
+            {
+                "begin": '<tool_call>\n{"name":"f", "arguments":',
+                "schema": {"type": "object", "properties": {"n": {"enum": [1]}}},
+                "end": "}\n</tool_call>",
+            }
+        ],
+        "triggers": ["<tool_call>"],
+    }
+    backend = GuidanceBackend(tokenizer)
+    compiled = grammar.dispatch_structural_tag(
+        GuidanceBackend.dispatch_structural_tag, backend, json.dumps(tag)
+    )
+    text = 'x <tool_call>\n{"name":"f", "arguments":{"n": 1}}\n</tool_call> y'
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        mask = compiled.allocate_vocab_mask(len(tokenizer), 1, "cpu")
+        compiled.fill_vocab_mask(mask, 0)
+        assert mask[0, token // 32] >> (token % 32) & 1, tokenizer.decode([token])
+        compiled.accept_token(token)
+
+
+def test_tags_of_text_alone_stay_as_they_are() -> None:
+    structure = {"begin": "<f=", "schema": {"type": "integer"}, "end": "</f>"}
+    tag = {"type": "structural_tag", "structures": [structure], "triggers": ["<f="]}
+    assert grammar.name_tokens(tag, {"</tool_call>": 8, "plain": 9}) == tag
+    assert grammar.name_tokens(tag, {}) == tag
