@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from draft_double import DraftDouble
 from sgl_ssd import supervisor
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.draft_server.args import parse_args
-from sgl_ssd.errors import DraftUnavailableError
+from sgl_ssd.errors import DraftUnavailableError, StartRefusedError
 from sgl_ssd.supervisor import Child, DraftSupervisor, draft_command
 from sgl_ssd.transport import private_ipc_endpoint, remove_private_ipc
 
@@ -380,3 +381,53 @@ def test_stop_ends_a_server_that_ignores_sigterm(
         thread.join(SOON)
         assert not thread.is_alive()
     assert eventually(lambda: not any(map(running, pids)))
+
+
+# -- a required draft server that runs elsewhere ---------------------------------------------------
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    name = private_ipc_endpoint()
+    yield name
+    remove_private_ipc(name)
+
+
+def test_a_remote_draft_server_that_falls_silent_is_noticed(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "SILENCE_S", 3.0)
+    lost = threading.Event()
+    double = DraftDouble(endpoint, lambda tokens, count: [], vocab_size=10)
+    supervisor.watch_remote(endpoint, None, 30.0, lost.set)
+    assert not lost.wait(5.0), "it answers"
+    double.stop()
+    assert lost.wait(15.0)
+    assert "--ssd-draft-required" in caplog.text and endpoint in caplog.text
+
+
+def test_a_remote_draft_server_that_never_comes_is_waited_for_as_long_as_asked(
+    endpoint: str,
+) -> None:
+    lost = threading.Event()
+    supervisor.watch_remote(endpoint, None, 1.5, lost.set)
+    assert not lost.wait(1.0)
+    assert lost.wait(10.0)
+
+
+def test_settings_that_the_draft_server_refuses_are_told_from_a_crash(endpoint: str) -> None:
+    """Exit code 2 means that it has said itself what is wrong: one line is enough."""
+    for code, error in ((2, StartRefusedError), (3, DraftUnavailableError)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                supervisor,
+                "draft_command",
+                lambda config, code=code: python(f"raise SystemExit({code})"),
+            )
+            draft = supervisor.DraftSupervisor(
+                DraftServerConfig(endpoint=endpoint, model_path="m"), None
+            )
+            with pytest.raises(DraftUnavailableError) as raised:
+                draft.wait_ready(20.0, lambda seconds: None)
+            assert type(raised.value) is error
+            draft.stop()
