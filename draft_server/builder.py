@@ -79,7 +79,10 @@ class Builder:
         n, kv, steps = len(draft.tokens), draft.home, draft.num_steps
         usable = []
         for fork in forks:
-            goal = min(max(1, steps - 1) if fork.late else steps, self.context_len - n - fork.depth)
+            # Late forks start a step after the others and take one more at the end. News that comes
+            # before that finds them a token shorter; mostly there is the time, and the step is
+            # small. Where acceptance is high every other chain comes from a late fork.
+            goal = min(steps, self.context_len - n - fork.depth)
             if goal > 0:
                 usable.append((fork, goal))
         rows = self._kv.take_rows(kv, len(usable))
