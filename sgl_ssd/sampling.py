@@ -163,6 +163,19 @@ def filter_scores(scores: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     return scores.masked_fill(torch.empty_like(drop).scatter_(-1, index, drop), float("-inf"))
 
 
+def filtered_scores(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """What a softmax turns into the distributions to draw from: float32 [N, V].
+
+    `logits` float [N, V] with every bias, penalty and mask applied. Greedy rows: the logits; else
+    logits / T, with -inf for what the filters exclude.
+    """
+    scores = logits.float()
+    if rows.all_greedy:
+        return scores
+    scores = scores / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    return filter_scores(scores, rows) if rows.any_filter else scores
+
+
 def coupled_scores(logits: torch.Tensor, rows: RowSampling, position: torch.Tensor) -> torch.Tensor:
     """Scores whose greatest entry is the token, and whose next ones are the next guesses.
 
@@ -174,15 +187,11 @@ def coupled_scores(logits: torch.Tensor, rows: RowSampling, position: torch.Tens
     Returns:
         float32 [N, V]: logits for greedy rows; else logits / T, filtered, plus noise.
     """
-    scores = logits.float()
+    scores = filtered_scores(logits, rows)
     if rows.all_greedy:
         return scores
-    drawn = rows.temperature > 0
-    scores = scores / torch.where(drawn, rows.temperature, 1.0)[:, None]
-    if rows.any_filter:
-        scores = filter_scores(scores, rows)
     noise = gumbel(hash_bits(rows.seed, position, scores.shape[-1]))
-    return torch.where(drawn[:, None], scores + noise, scores)
+    return torch.where((rows.temperature > 0)[:, None], scores + noise, scores)
 
 
 def coupled_sample(logits: torch.Tensor, rows: RowSampling, position: torch.Tensor) -> torch.Tensor:

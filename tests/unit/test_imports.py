@@ -45,6 +45,7 @@ BASE = {
     "sgl_ssd.metrics",
     "sgl_ssd.models",
     "sgl_ssd.protocol",
+    "sgl_ssd.rejection",
     "sgl_ssd.sampling",
     "sgl_ssd.timeline",
     "sgl_ssd.transport",
