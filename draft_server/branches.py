@@ -15,6 +15,9 @@ import numpy as np
 from sgl_ssd.draft_server.speculation_cache import UNKNOWN_ROOT, SpeculationCache
 from sgl_ssd.fan_out import fit_budget
 
+FIRST_ID = -2
+"""In place of a token to leave out: whatever stands first."""
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -44,8 +47,21 @@ def fan_out_for(fan_out: Sequence[int], answered: int, budget: int, limit: int) 
 
 
 def exclude_on_host(ids: np.ndarray, excluded: int) -> list[int]:
-    """`ids` ([width]) without `excluded`."""
+    """`ids` ([width]) without `excluded`, which may be `FIRST_ID`."""
+    if excluded == FIRST_ID:
+        return ids.tolist()[1:]
     return [t for t in ids.tolist() if t != excluded]
+
+
+def not_a_root(cache: SpeculationCache, depth: int) -> int:
+    """Which of the guesses at `depth` cannot be a bonus token there.
+
+    The chain's own token. Below the chain nothing is excluded; where the first guess is not the
+    best, but a sample, it is left out, and stands among the best if it belongs there.
+    """
+    if depth < len(cache.chain):
+        return cache.chain[depth]
+    return FIRST_ID if cache.top_m else UNKNOWN_ROOT
 
 
 def plan_forks(cache: SpeculationCache, fan_out: Sequence[int], late: bool) -> list[Fork]:
@@ -63,9 +79,11 @@ def plan_forks(cache: SpeculationCache, fan_out: Sequence[int], late: bool) -> l
             if late:
                 forks += [Fork(depth, UNKNOWN_ROOT, rank) for rank in range(want)]
             continue
-        own = cache.chain[depth] if depth < len(cache.chain) else UNKNOWN_ROOT
+        guesses = cache.guesses[depth][: cache.width]
         fresh = dict.fromkeys(
-            t for t in exclude_on_host(cache.guesses[depth], own) if (depth, t) not in cache.index
+            t
+            for t in exclude_on_host(guesses, not_a_root(cache, depth))
+            if (depth, t) not in cache.index
         )
         forks += [Fork(depth, t) for t in list(fresh)[:want]]
     return forks
@@ -89,7 +107,7 @@ class Feed:
 class LateRoots:
     """Branches whose roots are the guesses after position `position`, by rank.
 
-    `excluded`: the chain's own token there, or `UNKNOWN_ROOT`.
+    `excluded`: see `not_a_root`.
     """
 
     position: int
@@ -217,6 +235,16 @@ class StepBatch:
     def shared(self) -> list[SharedContext]:
         """What each session's lanes attend to, for attention that reads shared KV once."""
         return [shared_context(part) for part in self.parts]
+
+    def depths(self) -> np.ndarray:
+        """int64 [N]: how many drafts of its chain come before the token that a lane draws."""
+        depths = [np.zeros(0, np.int64)]
+        for part in self.parts:
+            if part.feed:
+                after = np.arange(part.feed.start, part.feed.end) + 1 - len(part.draft.tokens)
+                depths.append(after.clip(0))
+            depths.append(part.step)
+        return np.concatenate(depths)
 
     def known_tokens(self) -> np.ndarray | None:
         """int64 [2, M]: lanes and the tokens they start with."""

@@ -16,6 +16,7 @@ from sgl_ssd.draft_server.branches import (
     exclude_on_host,
     fan_out_for,
     make_feed,
+    not_a_root,
     plan_forks,
 )
 from sgl_ssd.draft_server.drafts import Draft, Stage
@@ -56,7 +57,8 @@ class Builder:
         cache, kv, n = draft.cache, draft.home, len(draft.tokens)
         cache.compact()
         draft.answered = min(len(cache.chain), draft.num_steps)
-        limit = min(cache.width, draft.params.vocab_limit) - 1
+        # One guess is the chain's own token; a sampled one stands there twice.
+        limit = min(cache.width - (cache.top_m > 0), draft.params.vocab_limit) - 1
         fan_out = fan_out_for(draft.fan_out, draft.answered, budget, limit)
         # Feeding the last verified draft yields the guesses after full acceptance.
         end = min(n + draft.answered, self.context_len)
@@ -114,7 +116,7 @@ class Builder:
                 by_depth.setdefault(fork.depth, []).append(first + i)
         for depth, members in by_depth.items():
             branches = np.array(members)
-            own = cache.chain[depth] if depth < len(cache.chain) else -1
+            own = not_a_root(cache, depth)
             position = len(draft.tokens) - 1 + depth
             feed.late.append(LateRoots(position, own, branches, cache.row[branches]))
 
@@ -197,5 +199,6 @@ class Builder:
                 cache.guesses.append(ids[position - feed.start])
         draft.home.length = max(draft.home.length, feed.end)
         for late in feed.late:
-            roots = exclude_on_host(ids[late.position - feed.start], late.excluded)
+            guesses = ids[late.position - feed.start][: cache.width]
+            roots = exclude_on_host(guesses, late.excluded)
             cache.name_roots(late.branches, np.array(roots[: len(late.branches)]))

@@ -6,6 +6,8 @@ import enum
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
+
 from sgl_ssd.draft_server.branches import Feed
 from sgl_ssd.draft_server.kv import SessionKV
 from sgl_ssd.draft_server.proposals import SamplingParams
@@ -56,6 +58,10 @@ class Draft:
     def chain(self) -> list[int]:
         """The speculation: drafts after the last committed token."""
         return self.cache.chain
+
+    def proposals(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the first `count` tokens of `chain` were drawn from; see the cache."""
+        return self.cache.proposals(count)
 
     @property
     def home(self) -> SessionKV:

@@ -54,7 +54,8 @@ class DraftEngine:
             runner.num_slots, runner.num_rows, runner.row_width, max_sessions, max_branch_rows
         )
         self.cap = max(1, self.kv.max_branches)
-        self.width = min(max(*fan_out, MIN_WIDTH - 1) + 1, self.vocab_limit)
+        # The chain's own token besides; where it is sampled it stands first and among the best.
+        self.width = min(max(*fan_out, MIN_WIDTH - 1) + 2, self.vocab_limit)
         self.stats = EngineStats()
         self.stepper = Stepper(runner, self.kv, self.width, max_scratch=self.cap + MAX_FEED)
         self._builder = Builder(self.stepper, self.kv, self.stats, self.cap, self.context_len)
@@ -75,7 +76,8 @@ class DraftEngine:
         fan_out: Sequence[int],
     ) -> Draft:
         """A session with these committed tokens; its prompt is prefilled by `work`."""
-        cache = SpeculationCache(self.num_steps, self.width)
+        top_m = params.top_m if params.sampled else 0
+        cache = SpeculationCache(self.num_steps, self.width, top_m)
         text = array("q")
         text.frombytes(np.asarray(tokens, np.int64).tobytes())
         draft = Draft(text, params, extra_key, num_steps, list(fan_out), cache)
@@ -213,6 +215,7 @@ class DraftEngine:
         for draft in drafts:
             if kind == "fast":
                 draft.cache.chain = ngram_continuation(draft.tokens, draft.num_steps)
+                draft.cache.given = len(draft.cache.chain)
         return [Status.BACKUP if draft.chain else Status.EMPTY for draft in drafts]
 
     def plan(self, draft: Draft) -> None:

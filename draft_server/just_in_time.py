@@ -74,10 +74,10 @@ class JustInTime:
             if j == 0:
                 ids = self._first_step(group, homes, ends)
             else:
-                ids = stepper.decode(rows, rows, ends[active] - 1 + j, rows)
+                ids = stepper.decode(rows, rows, ends[active] - 1 + j, rows, depths=j)
             copies.append((active, HostCopy(ids)))
         for draft, count in group:
-            draft.cache.chain, draft.cache.guesses = [], []
+            draft.cache.chain, draft.cache.guesses, draft.cache.given = [], [], 0
             draft.home.length = draft.home.fed = len(draft.tokens) - 1 + count
         for active, copy in copies:
             for place, best in zip(active.tolist(), copy.get(), strict=True):

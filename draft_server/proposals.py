@@ -1,5 +1,7 @@
 """From logits to token ids: the draft's own token and its next-best guesses, drawn coupled.
 
+Sessions that are verified by rejection draw as `sampled` says.
+
 Everything a step needs stays on the device: the next input token of every *lane* (a branch row, a
 home row, or a scratch entry), the sessions' sampling parameters, the chosen ids. The host reads the
 ids when they have arrived in its memory. Torch only.
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sgl_ssd.draft_server.branches import FIRST_ID
+from sgl_ssd.draft_server.sampled import sampled_columns
 from sgl_ssd.sampling import TOP_K_ALL, RowSampling, filter_scores, gumbel, hash_bits
 
 BELOW_ALL_KEPT = 64.0
@@ -35,6 +39,9 @@ class SamplingParams:
     bias_ids: np.ndarray | None = None  # int32 [M]
     bias_values: np.ndarray | None = None  # float32 [M]
     vocab_limit: int = 1 << 30  # ids from here on are never proposed
+    top_m: int = 0  # size of the proposals for rejection verification; 0: drawn coupled
+    saguaro_c: float = 1.0  # see `sgl_ssd.rejection`
+    fan_out: tuple[int, ...] = ()  # for Saguaro, by depth, as it was when the session was opened
 
     @property
     def greedy(self) -> bool:
@@ -43,6 +50,11 @@ class SamplingParams:
     @property
     def filters(self) -> bool:
         return not self.greedy and (self.top_k < TOP_K_ALL or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are sampled from proposals (rejection), not drawn coupled."""
+        return self.top_m > 0 and not self.greedy
 
 
 class HostCopy:
@@ -118,6 +130,7 @@ class Proposer:
         self.vocab_size = vocab_size
         self.width = min(width, vocab_size)
         self._noise = NoiseCache(device, vocab_size)
+        self.uses_depths = False
         self.next_token = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self._params: list[SamplingParams] = [SamplingParams()] * num_sessions
         self._bias: dict[int, torch.Tensor] = {}
@@ -129,6 +142,7 @@ class Proposer:
     def set_session(self, index: int, params: SamplingParams) -> None:
         """Session `index` (its place in the tables) draws with `params` from now on."""
         self._params[index] = params
+        self.uses_depths |= params.sampled and params.saguaro_c < 1
         table = self._sampling
         table.temperature[index] = params.temperature
         table.top_k[index] = min(params.top_k, TOP_K_ALL)
@@ -149,8 +163,12 @@ class Proposer:
         positions: np.ndarray,
         session_ids: torch.Tensor,
         drawn_positions: torch.Tensor,
+        depths: np.ndarray | int = 0,
     ) -> torch.Tensor:
         """The `width` best-scored ids of each row, best first: int64 [N, width].
+
+        With a session among them that is verified by rejection there are more columns; its rows
+        are as `sampled.sampled_columns` says, for tokens `depths` (int64 [N]) deep in their chain.
 
         logits float [N, V], after the token at `positions` (int64 [N], host) of `sessions` (int64
         [N], host) was fed. On the device: the same sessions, and the absolute indices of the tokens
@@ -159,6 +177,37 @@ class Proposer:
         present = set(sessions.tolist())
         logits = self._add_bias(logits, sessions, present)
         logits = self._mask(logits, sessions, present)
+        sampled = {s for s in present if self._params[s].sampled}
+        if not sampled:
+            return self._coupled(logits, sessions, positions, present, session_ids, drawn_positions)
+        rows = self._sampling.select(session_ids)
+        temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+        columns = sampled_columns(
+            logits.float() / temperature[:, None],
+            rows,
+            [self._params[s] for s in sessions.tolist()],
+            np.broadcast_to(depths, sessions.shape),
+            drawn_positions,
+            self.width,
+        )
+        others = present - sampled
+        if others:
+            ids = self._coupled(logits, sessions, positions, others, session_ids, drawn_positions)
+            coupled = ~np.isin(sessions, list(sampled))
+            where = torch.from_numpy(np.flatnonzero(coupled)).to(self.device)
+            columns[where, : self.width] = ids[where]
+        return columns
+
+    def _coupled(
+        self,
+        logits: torch.Tensor,
+        sessions: np.ndarray,
+        positions: np.ndarray,
+        present: set[int],
+        session_ids: torch.Tensor,
+        drawn_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """`propose` for the sessions in `present`, which are drawn coupled: int64 [N, width]."""
         scores = self._scores(logits, sessions, positions, present, session_ids, drawn_positions)
         ids = scores.topk(min(self.width, scores.shape[1]), dim=-1).indices
         if ids.shape[1] < self.width:
@@ -255,8 +304,9 @@ def dropped(scores: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 def excluding(ids: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
     """Each row of `ids` ([N, width]) without its entry of `excluded` ([N]), which moves to the end.
 
-    The others keep their order. The same as
+    The others keep their order; `FIRST_ID` excludes whatever stands first. The same as
     `branches.exclude_on_host`.
     """
     match = (ids == excluded[:, None]).to(torch.int8)
+    match[:, 0] |= excluded == FIRST_ID
     return ids.gather(1, match.sort(dim=1, stable=True).indices)

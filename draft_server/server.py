@@ -227,12 +227,18 @@ class DraftServer:
             bias_ids=message.bias_ids if message.num_bias else None,
             bias_values=np.nan_to_num(message.bias_values) if message.num_bias else None,
             vocab_limit=min(peer.hello.vocab_size, self._ready.vocab_size),
+            top_m=message.top_m,
+            saguaro_c=message.saguaro_c,
+            fan_out=tuple(peer.fan_out),
         )
         draft = self._engine.open(
             prompt, params, peer.namespace(message.extra_key), peer.num_steps,
             peer.fan_out,
         )  # fmt: skip
-        peer.sessions[message.sid] = Session(message.sid, message.epoch, draft, self._clock())
+        top_m = params.top_m if params.sampled else 0
+        peer.sessions[message.sid] = Session(
+            message.sid, message.epoch, draft, self._clock(), top_m
+        )
 
     def _close(self, peer: Peer, message: Close) -> None:
         session = peer.sessions.get(message.sid)
@@ -343,6 +349,10 @@ class DraftServer:
         head = np.empty((len(rows), 5), np.int64)
         head[:, :2] = message.rows[:, :2]
         tokens = np.zeros((len(rows), steps), np.int32)
+        served = [s for s, status, _ in rows if s is not None and status in _SERVED]
+        top_m = max((s.top_m for s in served), default=0)
+        ids = np.zeros((len(rows), steps, top_m), np.int32)
+        probs = np.zeros((len(rows), steps, top_m), np.float32)
         aheads: list[float] = []
         for i, (session, status, have) in enumerate(rows):
             num = 0
@@ -350,6 +360,9 @@ class DraftServer:
                 chain = session.draft.chain[:steps]
                 num = len(chain)
                 tokens[i, :num] = chain
+                m = session.top_m
+                if m:
+                    ids[i, :num, :m], probs[i, :num, :m] = session.draft.proposals(num)
                 aheads.append(session.draft.ahead_s)
             head[i, 2:] = have, int(status), num
         return Speculations(
@@ -357,8 +370,11 @@ class DraftServer:
             num_rows=len(rows),
             num_steps=steps,
             ahead_us=int(1e6 * min(aheads, default=0.0)),
+            top_m=top_m,
             rows=head,
             tokens=tokens,
+            proposal_ids=ids,
+            proposal_probs=probs,
         )
 
     # -- housekeeping --------------------------------------------------------------------------

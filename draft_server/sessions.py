@@ -16,12 +16,16 @@ from sgl_ssd.protocol import Hello
 
 @dataclass
 class Session:
-    """One open request. `draft` is the engine's side of it."""
+    """One open request. `draft` is the engine's side of it.
+
+    `top_m`: size of the proposals that travel with its drafts; 0: none do.
+    """
 
     sid: int
     epoch: int
     draft: Any
     last_seen: float = 0.0
+    top_m: int = 0
 
 
 @dataclass

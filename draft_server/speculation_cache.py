@@ -14,6 +14,10 @@ best first. `guesses[k]` belongs to depth k (the token after b, s1..sk) and exis
 has been fed to the model: `len(guesses)` may exceed the chain by the tail's guesses. Fork tokens
 come from guesses, so a branch that becomes the trunk brings its own along.
 
+A session that is verified by rejection (`top_m` > 0) samples its own tokens. They stand first in
+the guesses, and guesses have more columns, which hold what they were sampled from (see `sampled`).
+The first `given` tokens of a chain were not drafted by the model but found in the text.
+
 KV: feeding the token at one node yields the guesses for the next, so a branch with `length` drafted
 tokens has KV for exactly `length` nodes (root, then all drafted tokens but the last), held by the
 first `length` of its slots. Slots and pool rows are plain numbers here: who owns them is told in
@@ -29,6 +33,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from sgl_ssd.draft_server.sampled import unpack
 
 UNKNOWN_ROOT = -1
 
@@ -69,10 +75,13 @@ class Reroot:
 class SpeculationCache:
     """See the module. Arrays are over branches; B of them, `num_steps` K tokens at most each."""
 
-    def __init__(self, num_steps: int, width: int) -> None:
+    def __init__(self, num_steps: int, width: int, top_m: int = 0) -> None:
         self.num_steps = num_steps
         self.width = width
+        self.top_m = top_m
+        self._columns = width + 2 * top_m
         self.chain: list[int] = []
+        self.given = 0
         self.guesses: list[np.ndarray] = []
         self.in_flight = 0
         self._clear_branches()
@@ -89,7 +98,7 @@ class SpeculationCache:
         self.waiting = np.zeros(0, bool)  # the root is not known on the device yet
         self.alive = np.zeros(0, bool)
         self.tokens = np.zeros((0, self.num_steps), np.int64)
-        self.ids = np.zeros((0, self.num_steps, self.width), np.int64)
+        self.ids = np.zeros((0, self.num_steps, self._columns), np.int64)
         self.slots = np.zeros((0, self.num_steps), np.int32)  # the first `goal` of a row are real
 
     # -- building ------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ class SpeculationCache:
             ("length", zeros), ("launched", zeros), ("waiting", root == UNKNOWN_ROOT),
             ("alive", np.ones(n, bool)), ("slots", slots),
             ("tokens", np.zeros((n, self.num_steps), np.int64)),
-            ("ids", np.zeros((n, self.num_steps, self.width), np.int64)),
+            ("ids", np.zeros((n, self.num_steps, self._columns), np.int64)),
         ):  # fmt: skip
             setattr(self, name, np.concatenate((getattr(self, name), values)))
         for i, (k, t) in enumerate(zip(depth.tolist(), root.tolist(), strict=True)):
@@ -135,9 +144,12 @@ class SpeculationCache:
         return np.flatnonzero((self.launched < self.goal) & ~self.waiting & self.alive)
 
     def store(self, branches: np.ndarray, step: np.ndarray, ids: np.ndarray) -> None:
-        """Token number `step` (int64 [N]) of `branches` is `ids[:, 0]`; ids int64 [N, width]."""
+        """Token number `step` (int64 [N]) of `branches` is `ids[:, 0]`; ids int64 [N, width].
+
+        More columns than this cache has are for other sessions.
+        """
         self.tokens[branches, step] = ids[:, 0]
-        self.ids[branches, step] = ids
+        self.ids[branches, step] = ids[:, : self._columns]
         self.length[branches] = step + 1
 
     @property
@@ -179,18 +191,20 @@ class SpeculationCache:
             return self._reroot_branch(walk)
         if not walk.complete:
             freed, rows = self._drop(self.alive)
-            self.chain, self.guesses = [], []
+            self.chain, self.guesses, self.given = [], [], 0
             return Reroot(_NO_SLOTS, freed, rows)
         freed, rows = self._drop(self.alive & ((self.depth < walk.trunk) | self.waiting))
         if walk.trunk:
             self.chain = self.chain[walk.trunk :]
             self.guesses = self.guesses[walk.trunk :]
+            self.given = max(0, self.given - walk.trunk)
             self.depth = self.depth - walk.trunk
             self.index = {(k - walk.trunk, t): b for (k, t), b in self.index.items()}
         return Reroot(_NO_SLOTS, freed, rows)
 
     def _reroot_branch(self, walk: Walk) -> Reroot:
         b = walk.branch
+        self.given = 0
         length, goal = int(self.length[b]), int(self.goal[b])
         if walk.complete:
             held = length
@@ -233,6 +247,18 @@ class SpeculationCache:
         only[branch] = True
         freed, rows = self._drop(only)
         return Reroot(moved, freed, rows)
+
+    def proposals(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the first `count` tokens of the chain were drawn from: ids int32, probabilities
+        float32, both [count, top_m]. A token from the text had no alternative."""
+        ids = np.zeros((count, self.top_m), np.int32)
+        probs = np.zeros((count, self.top_m), np.float32)
+        given = min(self.given, count)
+        ids[:given, 0], probs[:given, 0] = self.chain[:given], 1.0
+        if given < count:
+            drawn = self.guesses[given:count]
+            ids[given:], probs[given:] = unpack(drawn, self.width, self.top_m)
+        return ids, probs
 
     def clear(self) -> Reroot:
         """Drop every branch and the trunk."""

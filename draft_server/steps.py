@@ -54,15 +54,18 @@ class Stepper:
         positions: np.ndarray,
         sessions: np.ndarray,
         shared: Sequence[SharedContext] = (),
+        depths: np.ndarray | int = 0,
     ) -> torch.Tensor:
         """Feed each lane its next token (all int64 [N]); its own choice is the next one then.
+
+        `depths`: how many drafts of its chain come before the token that each lane draws.
 
         Returns the best ids of each lane: int64 [N, width]; the first is the draft's own token.
         """
         packed = self.runner.put(np.stack((lanes, rows, positions, sessions)))
         tokens = self.proposer.next_token[packed[0]]
         logits = self.runner.decode(Lanes(packed[1], packed[2], positions, shared), tokens)
-        ids = self.proposer.propose(logits, sessions, positions, packed[3], packed[2] + 1)
+        ids = self.proposer.propose(logits, sessions, positions, packed[3], packed[2] + 1, depths)
         self.proposer.next_token[packed[0]] = ids[:, 0]
         return ids
 
@@ -74,11 +77,14 @@ class Stepper:
             self.set_tokens(known)
         lanes, rows, positions, sessions = batch.packed()
         shared = batch.shared() if self.runner.reads_shared else ()
-        ids = self.decode(lanes, rows, positions, sessions, shared)
+        depths = batch.depths() if self.proposer.uses_depths else 0
+        ids = self.decode(lanes, rows, positions, sessions, shared, depths)
         late = batch.late_roots()
         if late is not None:
             excluded = batch.excluded()
-            roots = ids if excluded is None else excluding(ids, self.runner.put(excluded))
+            roots = ids[:, : self.proposer.width]
+            if excluded is not None:
+                roots = excluding(roots, self.runner.put(excluded))
             lane, rank, row = self.runner.put(late)
             self.proposer.next_token[row] = roots[lane, rank]
         return HostCopy(ids)

@@ -21,6 +21,7 @@ from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
 from sgl_ssd.keys import load_client_keys
 from sgl_ssd.protocol import Status
+from sgl_ssd.scheduler.proposals import valid_proposals
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, SessionTable, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
 from sgl_ssd.transport import ClientChannel, ZmqClient
@@ -63,6 +64,7 @@ class DraftClient:
             config.draft_timeout_ms / 1e3 if config.draft_timeout_ms is not None else None
         )
         self.sessions = SessionTable()
+        self._top_m = config.proposal_top_m
         self.num_steps = config.num_steps
         self.fan_out = list(config.fan_out)
         self.backup = config.backup
@@ -234,6 +236,8 @@ class DraftClient:
                     top_k=sampling.top_k,
                     top_p=sampling.top_p,
                     min_p=sampling.min_p,
+                    top_m=sampling.top_m,
+                    saguaro_c=sampling.saguaro_c,
                     extra_key=session.extra_key,
                     num_prompt=session.committed,
                     num_bias=len(bias_ids),
@@ -414,7 +418,10 @@ class DraftClient:
             self._stats.late_answers += 1
         rows = answer.rows.tolist()
         tokens = answer.tokens.tolist()
-        for (sid, epoch, have, status, count), drafts in zip(rows, tokens, strict=True):
+        sound = self._sound_proposals(answer)
+        for i, ((sid, epoch, have, status, count), drafts) in enumerate(
+            zip(rows, tokens, strict=True)
+        ):
             session = self.sessions.by_sid(sid)
             if (
                 session is None
@@ -440,15 +447,31 @@ class DraftClient:
             if have != session.committed:
                 continue
             drafts = drafts[: min(count, self._hello.num_steps)]
-            if any(not 0 <= t < self._hello.vocab_size for t in drafts):
+            sampled = session.sampling.top_m > 0
+            if any(not 0 <= t < self._hello.vocab_size for t in drafts) or (
+                drafts and sampled and not sound[i]
+            ):
                 self._stats.invalid_messages += 1
                 drafts = []
             session.answered = session.committed
             session.status = status
             session.drafts = drafts
+            session.proposals = (
+                (answer.proposal_ids[i], answer.proposal_probs[i]) if drafts and sampled else None
+            )
             if status == Status.CONTEXT:
                 session.refused = True
             self._stats.observe_answer(Status(status))
+
+    def _sound_proposals(self, answer: protocol.Speculations) -> list[bool]:
+        """Which rows of an answer bring proposals for all their drafts that can be relied on."""
+        if not 0 < answer.top_m <= self._top_m:
+            return [False] * answer.num_rows
+        sound: list[bool] = valid_proposals(
+            answer.tokens, answer.rows[:, 4], answer.proposal_ids, answer.proposal_probs,
+            self._hello.vocab_size,
+        ).tolist()  # fmt: skip
+        return sound
 
 
 def make_hello(

@@ -19,6 +19,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor, compute_spec_v2_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 
+from sgl_ssd import rejection
 from sgl_ssd.sampling import TOP_K_ALL, RowSampling, coupled_sample
 
 Reqs = list[Any]
@@ -154,6 +155,28 @@ class TargetSampler:
         rows = self.rows(reqs).repeat(width)
         index = first_index[:, None] + torch.arange(width, device=logits.device)
         return coupled_sample(logits, rows, index.reshape(-1)).view(bs, width)
+
+    def reject(
+        self,
+        logits: torch.Tensor,
+        reqs: Reqs,
+        chain: torch.Tensor,
+        first_index: torch.Tensor,
+        draft_lens: torch.Tensor,
+        own: torch.Tensor,
+        proposals: rejection.Proposals,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Verify the rows of `proposals` by rejection and the others against `own`.
+
+        Call it after `sample`, whose result `own` is, with the same logits (biases, penalties and
+        masks are in them now), chain and index. Returns the tokens int64 [bs, width], and how many
+        of them each row commits, int32 [bs].
+        """
+        tokens, lengths = own.clone(), count_accepted(own, chain, draft_lens)
+        tokens[proposals.rows], lengths[proposals.rows] = rejection.verify(
+            logits, self.rows(reqs), first_index, chain, draft_lens, own, proposals
+        )
+        return tokens, lengths
 
     def _penalize(
         self,

@@ -80,6 +80,7 @@ class SSDScheduler(Scheduler):
     def _ssd_state(self, worker: SSDWorker) -> dict[str, Any]:
         state: dict[str, Any] = worker.stats.as_dict()
         state["num_steps_max"] = worker.num_steps
+        state["verification"] = worker.verification
         state["drafting"] = "on" if worker.drafting else "off"
         client = worker.client
         if client is not None:

@@ -11,7 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SessionSampling:
-    """What coupled drafting needs to know of a request's sampling parameters."""
+    """What drafting needs to know of a request's sampling parameters.
+
+    `top_m` > 0: it is verified by rejection, with proposals of at most `top_m` tokens.
+    """
 
     seed: int
     temperature: float
@@ -20,6 +23,8 @@ class SessionSampling:
     min_p: float
     bias_ids: np.ndarray | None = None  # int32 [n]
     bias_values: np.ndarray | None = None  # float32 [n]
+    top_m: int = 0
+    saguaro_c: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Session:
         acked: how many of them the draft server is known to have.
         wire_epoch: epoch under which the session is open on the wire; -1 when it is not.
         link: which connection it was opened on (a restarted server knows no sessions).
+        proposals: what `drafts` were drawn from, ids int32 and probabilities float32 [K, M]; None
+            if they were drawn coupled.
         answered: number of committed tokens that `drafts` continues; -1: no answer yet.
         done: ended as far as token ids can tell; no more drafts are wanted.
         refused: the draft server can draft no further (its context is full).
@@ -58,6 +65,7 @@ class Session:
     answered: int = -1
     status: int = -1
     drafts: list[int] = field(default_factory=list)
+    proposals: tuple[np.ndarray, np.ndarray] | None = None
     done: bool = False
     refused: bool = False
     closed: bool = False

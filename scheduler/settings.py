@@ -5,13 +5,15 @@ That endpoint carries numbers only, so backup and drafting are said as numbers:
 * `ssd_num_steps`: K, from 1 to the start's;
 * `ssd_fan_out`: F for every accepted length, or `ssd_fan_out_0` .. `ssd_fan_out_K` one by one;
 * `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
-* `ssd_drafting`: 1 on, 0 off.
+* `ssd_drafting`: 1 on, 0 off;
+* `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_ssd.config import VERIFICATIONS
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import check_fan_out
 
@@ -34,6 +36,9 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
     drafting = values.pop("ssd_drafting", int(worker.drafting))
     if drafting not in (0, 1):
         raise ConfigError(f"ssd_drafting {drafting}: 1 is on, 0 is off")
+    verification = values.pop("ssd_verification", VERIFICATIONS.index(worker.verification))
+    if not 0 <= verification < len(VERIFICATIONS):
+        raise ConfigError(f"ssd_verification {verification}: 0 is coupled, 1 is rejection")
     client = worker.client
     if client is not None:
         num_steps = values.pop("ssd_num_steps", client.num_steps)
@@ -47,6 +52,7 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
             raise ConfigError(f"unknown settings: {', '.join(values)}")
         client.configure(num_steps, fan_out, BACKUPS[backup])
     worker.drafting = bool(drafting)
+    worker.verification = VERIFICATIONS[verification]
 
 
 def _fan_out(values: dict[str, int], current: list[int], num_steps: int) -> list[int]:

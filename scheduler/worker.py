@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from sgl_ssd.scheduler.graphs import PlainDecodeGraphs
 from sgl_ssd.scheduler.inputs import DraftInput, VerifyInput
 from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
 from sgl_ssd.scheduler.outcomes import OutcomeCopier, PendingOutcome
+from sgl_ssd.scheduler.proposals import Drafts
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
 from sgl_ssd.vocabulary import read_vocabulary
@@ -57,6 +59,7 @@ class SSDWorker(BaseSpecWorker):
         self.server_args = server_args
         self.ps = ps
         self.drafting = config.drafting
+        self.verification = config.verification
         self._target_worker = target_worker
         self._runner = target_worker.model_runner
         self.device = server_args.device
@@ -225,7 +228,7 @@ class SSDWorker(BaseSpecWorker):
                 session = self.client.open_session(
                     req.rid,
                     [*req.origin_input_ids, *req.output_ids],
-                    _session_sampling(req),
+                    self._session_sampling(req),
                     _stop_rule(req, self._context_len),
                     req.extra_key or "",
                 )
@@ -239,15 +242,16 @@ class SSDWorker(BaseSpecWorker):
         assert self.sampler is not None
         reqs, bs = batch.reqs, len(batch.reqs)
         sessions: list[Session | None] = [None] * bs
-        drafts = np.zeros((bs, self.num_steps), dtype=np.int64)
-        lens = np.zeros(bs, dtype=np.int64)
+        drafts = Drafts.none(bs, self.num_steps, self.config.proposal_top_m)
         # Who asks for drafts must know the outcome of the forward before; others need not wait.
         client = self.client
         self._send_news(wait=self.drafting and client is not None and client.up)
         if client is not None:
             sessions = [client.sessions.get(req.rid) for req in reqs]
-            self._take_drafts(reqs, sessions, drafts, lens)
-        drafts, lens = self._broadcast_drafts(drafts, lens)
+            self._take_drafts(reqs, sessions, drafts)
+        if self.ps.tp_size > 1:
+            drafts.broadcast(self._runner.tp_group)
+        lens = drafts.lens
         started = time.perf_counter()
         width = self._width(lens)
         seq_lens = batch.seq_lens
@@ -255,7 +259,7 @@ class SSDWorker(BaseSpecWorker):
         chain[:, 0] = batch.spec_info.bonus_tokens
         draft_lens = self._to_device(torch.from_numpy(lens))
         if width > 1:
-            chain[:, 1:] = self._to_device(torch.from_numpy(drafts[:, : width - 1].copy()))
+            chain[:, 1:] = self._to_device(torch.from_numpy(drafts.tokens[:, : width - 1].copy()))
 
         logits_output, graph = self._forward(batch, chain, seq_lens)
         mask = None
@@ -269,16 +273,18 @@ class SSDWorker(BaseSpecWorker):
                 device=self.device,
                 barrier=None,
             )
-        tokens = self.sampler.sample(
-            logits_output.next_token_logits,
-            reqs,
-            batch.sampling_info,
-            chain,
-            seq_lens.to(torch.int64) + 1,
-            mask,
-        )
-        tokens = self._same_on_all_ranks(tokens)
-        accept_lens = count_accepted(tokens, chain, draft_lens)
+        logits, first_index = logits_output.next_token_logits, seq_lens.to(torch.int64) + 1
+        tokens = self.sampler.sample(logits, reqs, batch.sampling_info, chain, first_index, mask)
+        proposals = drafts.proposals(width, self._to_device)
+        if proposals is None:
+            tokens = self._same_on_all_ranks(tokens)
+            accept_lens = count_accepted(tokens, chain, draft_lens)
+        else:
+            tokens, accept_lens = self.sampler.reject(
+                logits, reqs, chain, first_index, draft_lens, tokens, proposals
+            )
+            tokens = self._same_on_all_ranks(tokens)
+            accept_lens = self._same_on_all_ranks(accept_lens)
         new_seq_lens = seq_lens + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -342,10 +348,9 @@ class SSDWorker(BaseSpecWorker):
         self,
         reqs: list[Any],
         sessions: list[Session | None],
-        drafts: np.ndarray,
-        lens: np.ndarray,
+        drafts: Drafts,
     ) -> None:
-        """Fill `drafts` [bs, K] and `lens` [bs] with what has come for the batch by now."""
+        """Fill `drafts` with what has come for the batch by now."""
         assert self.client is not None
         if not self.drafting:
             return
@@ -357,15 +362,17 @@ class SSDWorker(BaseSpecWorker):
                 self.client.ask(present)
             self.client.collect(present)
         limit = min(self.client.num_steps, self.num_steps)
+        # With an outcome still to be committed, a session's drafts are those it was verified with
+        # last: drafted for earlier positions, and no fresh samples of their proposals any more.
+        known = not self._pending
         for i, (req, session) in enumerate(zip(reqs, sessions, strict=True)):
             if session is None:
                 self.stats.observe_no_drafts("not_opened")
                 continue
-            speculation = session.speculation()[: min(limit, _room(session))]
+            speculation = session.speculation()[: min(limit, _room(session))] if known else []
             if req.custom_logit_processor is not None:
                 speculation = []
-            lens[i] = len(speculation)
-            drafts[i, : len(speculation)] = speculation
+            drafts.put(i, speculation, session.proposals)
             if not speculation:
                 self.stats.observe_no_drafts(self._reason(session))
 
@@ -414,24 +421,19 @@ class SSDWorker(BaseSpecWorker):
 
     # -- tensor parallelism ------------------------------------------------------------------------
 
-    def _broadcast_drafts(
-        self, drafts: np.ndarray, lens: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank 0 talks to the draft server; all ranks verify the same drafts."""
-        if self.ps.tp_size == 1:
-            return drafts, lens
-        packed = torch.from_numpy(np.concatenate([lens[:, None], drafts], axis=1))
-        group = self._runner.tp_group
-        dist.broadcast(packed, src=group.ranks[0], group=group.cpu_group)
-        packed_np = packed.numpy()
-        return packed_np[:, 1:], packed_np[:, 0].copy()
-
     def _same_on_all_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rank 0's tokens: a near tie may fall differently on each rank, and they must not part."""
         if self.ps.tp_size > 1:
             group = self._runner.tp_group
             dist.broadcast(tokens, src=group.ranks[0], group=group.device_group)
         return tokens
+
+    def _session_sampling(self, req: Any) -> SessionSampling:
+        sampling = _session_sampling(req)
+        if self.verification == "coupled" or sampling.temperature <= 0:
+            return sampling
+        config = self.config
+        return replace(sampling, top_m=config.proposal_top_m, saguaro_c=config.saguaro_c)
 
 
 class _GrammarRow:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ssd.config import DraftServerConfig, VerifierConfig, check_num_steps
+from sgl_ssd.config import VERIFICATIONS, DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import parse_fan_out
 from sgl_ssd.keys import load_client_keys
@@ -67,6 +67,22 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="off: the same verifier without any drafts (default: %(default)s)",
     )
+    add(
+        "--ssd-verification", choices=VERIFICATIONS, default="coupled",
+        help="how drafts are verified at temperature > 0: against the target's own sample, drawn "
+        "with noise that the draft shares (coupled), or by rejection sampling, where the text "
+        "depends on the drafts too, its distribution does not (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--ssd-saguaro-c", type=float, default=1.0, metavar="C",
+        help="rejection: what the draft multiplies the mass of the pre-speculated tokens by, "
+        "0 < C <= 1; less means more hits and fewer accepted drafts (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--ssd-proposal-top-m", type=int, default=64, metavar="M",
+        help="rejection: tokens in the distribution that a draft is sampled from "
+        "(default: %(default)s)",
+    )  # fmt: skip
     add(
         "--ssd-draft-endpoint", metavar="ENDPOINT",
         help="use the draft server that listens here (ipc:///PATH or tcp://HOST:PORT) "
@@ -249,6 +265,9 @@ def _plan(
         fan_out=fan_out,
         backup=ours.ssd_backup,
         drafting=ours.ssd_drafting == "on",
+        verification=ours.ssd_verification,
+        saguaro_c=ours.ssd_saguaro_c,
+        proposal_top_m=ours.ssd_proposal_top_m,
         draft_timeout_ms=ours.ssd_draft_timeout_ms,
         draft_required=ours.ssd_draft_required,
         draft_start_timeout_s=ours.ssd_draft_start_timeout,

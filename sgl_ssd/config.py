@@ -14,10 +14,11 @@ import msgspec
 
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import check_fan_out
-from sgl_ssd.protocol import BACKUPS, MAX_STEPS
+from sgl_ssd.protocol import BACKUPS, MAX_STEPS, MAX_TOP_M
 from sgl_ssd.transport import check_endpoint
 
 ENV = "SGLANG_SSD_CONFIG"  # SGLang renames what begins with SGL_, with a warning
+VERIFICATIONS = ("coupled", "rejection")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class VerifierConfig:
     fan_out: list[int] = field(default_factory=lambda: [4] * 5)
     backup: str = "jit"
     drafting: bool = True
+    verification: str = "coupled"
+    saguaro_c: float = 1.0
+    proposal_top_m: int = 64
     draft_timeout_ms: float | None = None
     draft_required: bool = False
     draft_start_timeout_s: float = 600.0
@@ -92,6 +96,17 @@ class VerifierConfig:
             f"--ssd-draft-start-timeout {self.draft_start_timeout_s}: must be positive and finite",
         )
         check_fan_out(self.fan_out, self.num_steps)
+        _require(
+            self.verification in VERIFICATIONS,
+            f"--ssd-verification {self.verification!r}: choose one of {', '.join(VERIFICATIONS)}",
+        )
+        _require(
+            0 < self.saguaro_c <= 1, f"--ssd-saguaro-c {self.saguaro_c}: must lie in 0 < C <= 1"
+        )
+        _require(
+            1 <= self.proposal_top_m <= MAX_TOP_M,
+            f"--ssd-proposal-top-m {self.proposal_top_m}: must lie in 1..{MAX_TOP_M}",
+        )
         _require(
             self.draft_timeout_ms is None or 0 < self.draft_timeout_ms < math.inf,
             f"--ssd-draft-timeout-ms {self.draft_timeout_ms}: must be positive and finite "

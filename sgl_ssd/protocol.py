@@ -19,7 +19,7 @@ import orjson
 
 from sgl_ssd.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_PROMPT_TOKENS = 4 << 20
@@ -27,6 +27,7 @@ MAX_ROWS = 4096
 MAX_ROW_TOKENS = 8192
 MAX_STEPS = 64
 MAX_BIAS = 1 << 16
+MAX_TOP_M = 1024
 BACKUPS = ("auto", "jit", "fast", "none")
 
 
@@ -115,7 +116,9 @@ class Open(Message, kw_only=True):
     """Verifier -> draft server: a request begins (or begins anew, with a higher epoch).
 
     `prompt` holds every token committed so far. The sampling fields are what coupled drafting
-    needs: the draft's own token is drawn with the request's noise (see `sampling`).
+    needs: the draft's own token is drawn with the request's noise (see `sampling`). With `top_m`
+    above 0 and a temperature the request is verified by rejection instead (see `rejection`): drafts
+    are sampled, and their proposals of at most `top_m` tokens come along. So it stays this epoch.
     """
 
     sid: int
@@ -125,6 +128,8 @@ class Open(Message, kw_only=True):
     top_k: int
     top_p: float
     min_p: float
+    top_m: int = 0
+    saguaro_c: float = 1.0
     extra_key: str = ""
     num_prompt: int = 0
     num_bias: int = 0
@@ -148,6 +153,8 @@ class Open(Message, kw_only=True):
         _require(0.0 < self.top_p <= 1.0, "Open: top_p out of range")
         _require(0.0 <= self.min_p <= 1.0, "Open: min_p out of range")
         _require(self.top_k >= 1, "Open: top_k out of range")
+        _require(0 <= self.top_m <= MAX_TOP_M, "Open: top_m out of range")
+        _require(0.0 < self.saguaro_c <= 1.0, "Open: saguaro_c out of range")
         _require(len(self.extra_key) <= 1024, "Open: extra_key too long")
 
 
@@ -214,23 +221,33 @@ class Speculations(Message, kw_only=True):
     Row i of `rows` is (sid, epoch, have_len, status, num): the server knows the session's tokens
     up to `have_len` (an acknowledgement, also when the answer comes late), and the first `num`
     entries of `tokens[i]` are drafts for the positions after the last committed token.
+
+    `tokens[i, j]` of a request that is verified by rejection was drawn from `proposal_ids[i, j]`
+    with the probabilities `proposal_probs[i, j]`. Entries without probability say nothing. With
+    `top_m` = 0 nobody is, and both arrays are empty.
     """
 
     round_id: int
     num_rows: int
     num_steps: int
+    top_m: int = 0
     ahead_us: int = 0  # how long before the question this round's build was complete; < 0: behind
     rows: Any = None  # int64 [num_rows, 5]
     tokens: Any = None  # int32 [num_rows, num_steps]
+    proposal_ids: Any = None  # int32 [num_rows, num_steps, top_m]
+    proposal_probs: Any = None  # float32 [num_rows, num_steps, top_m]
 
     ARRAYS: ClassVar = (
         ("rows", "<i8", ("num_rows", 5)),
         ("tokens", "<i4", ("num_rows", "num_steps")),
+        ("proposal_ids", "<i4", ("num_rows", "num_steps", "top_m")),
+        ("proposal_probs", "<f4", ("num_rows", "num_steps", "top_m")),
     )
 
     def check(self) -> None:
         _require(0 <= self.num_rows <= MAX_ROWS, "Speculations: too many rows")
         _require(1 <= self.num_steps <= MAX_STEPS, "Speculations: num_steps out of range")
+        _require(0 <= self.top_m <= MAX_TOP_M, "Speculations: top_m out of range")
         if self.rows is not None and self.num_rows:
             status, num = self.rows[:, 3], self.rows[:, 4]
             _require(
@@ -279,8 +296,11 @@ def encode(message: Message) -> list[bytes]:
     except orjson.JSONEncodeError as e:
         raise ProtocolError(f"{name}: {e}") from None
     for field, dtype, shape in message.ARRAYS:
-        value = getattr(message, field)
-        if not isinstance(value, np.ndarray) or value.shape != _shape(message, shape):
+        value, dims = getattr(message, field), _shape(message, shape)
+        if value is None and 0 in dims:
+            frames.append(b"")
+            continue
+        if not isinstance(value, np.ndarray) or value.shape != dims:
             raise ProtocolError(f"{name}.{field}: not an array of the shape in the header")
         frames.append(value.astype(dtype, copy=False).tobytes())
     message.check()

@@ -120,7 +120,8 @@ def test_our_flags_do_not_reach_sglang() -> None:
         "--ssd-draft-base-gpu-id", "1", "--ssd-max-branch-rows", "8", "--ssd-draft-dtype", "half",
         "--ssd-draft-attention-backend", "a", "--ssd-draft-mem-fraction-static", "0.3",
         "--ssd-draft-max-total-tokens", "99", "--ssd-draft-context-length", "77",
-        "--ssd-draft-http-port", "8099",
+        "--ssd-draft-http-port", "8099", "--ssd-verification", "rejection",
+        "--ssd-saguaro-c", "0.5", "--ssd-proposal-top-m", "32",
     ]  # fmt: skip
     parser = argparse.ArgumentParser(add_help=False)
     add_ssd_args(parser)
@@ -191,8 +192,10 @@ def test_everything_reaches_the_verifier() -> None:
     v = pair(
         "--speculative-num-steps=3", "--ssd-fan-out", "3", "--ssd-backup", "none",
         "--ssd-drafting", "off", "--ssd-draft-timeout-ms", "2.5", "--ssd-draft-required",
-        "--ssd-draft-start-timeout", "11",
+        "--ssd-draft-start-timeout", "11", "--ssd-verification=rejection", "--ssd-saguaro-c=0.4",
+        "--ssd-proposal-top-m", "7",
     ).verifier  # fmt: skip
+    assert (v.verification, v.saguaro_c, v.proposal_top_m) == ("rejection", 0.4, 7)
     assert (v.num_steps, v.fan_out, v.backup, v.drafting) == (3, [3] * 4, "none", False)
     assert (v.draft_timeout_ms, v.draft_required, v.draft_start_timeout_s) == (2.5, True, 11.0)
 

@@ -100,6 +100,24 @@ def test_verifier_refuses_times_that_are_no_times(changes: dict, flag_and_value:
     assert_refused(verifier_config, changes, flag_and_value, "must be positive")
 
 
+@pytest.mark.parametrize(
+    ("changes", "flag_and_value", "remedy"),
+    [
+        ({"verification": "greedy"}, "--ssd-verification 'greedy'", "choose one of"),
+        ({"saguaro_c": 0.0}, "--ssd-saguaro-c 0.0", "0 < C <= 1"),
+        ({"saguaro_c": 1.5}, "--ssd-saguaro-c 1.5", "0 < C <= 1"),
+        ({"saguaro_c": float("nan")}, "--ssd-saguaro-c nan", "0 < C <= 1"),
+        ({"proposal_top_m": 0}, "--ssd-proposal-top-m 0", "must lie in 1.."),
+        ({"proposal_top_m": 5000}, "--ssd-proposal-top-m 5000", "must lie in 1.."),
+    ],
+    ids=str,
+)
+def test_verifier_refuses_what_cannot_be_verified_with(
+    changes: dict, flag_and_value: str, remedy: str
+) -> None:
+    assert_refused(verifier_config, changes, flag_and_value, remedy)
+
+
 @pytest.mark.parametrize("backup", BACKUPS)
 def test_every_backup_is_accepted(backup: str) -> None:
     assert draft_config(backup=backup).backup == verifier_config(backup=backup).backup == backup
@@ -114,7 +132,8 @@ def test_settings_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -> None
     assert VerifierConfig.from_environment() is None
     everything = verifier_config(
         num_steps=2, fan_out=[3, 2, 1], backup="fast", drafting=False, draft_timeout_ms=1.5,
-        draft_required=True, draft_start_timeout_s=7.0, draft_keys="K",
+        draft_required=True, draft_start_timeout_s=7.0, draft_keys="K", verification="rejection",
+        saguaro_c=0.5, proposal_top_m=9,
     )  # fmt: skip
     defaults = VerifierConfig(endpoint=ENDPOINT)
     for f in dataclasses.fields(VerifierConfig):

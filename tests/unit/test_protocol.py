@@ -72,6 +72,8 @@ def opens(draw: Any) -> protocol.Open:
         sid=draw(NATURAL), epoch=draw(NATURAL), seed=draw(INT64),
         temperature=draw(st.floats(0.0, 1e6)), top_k=draw(POSITIVE),
         top_p=draw(st.floats(0.0, 1.0, exclude_min=True)), min_p=draw(st.floats(0.0, 1.0)),
+        top_m=draw(st.integers(0, protocol.MAX_TOP_M)),
+        saguaro_c=draw(st.floats(0.0, 1.0, exclude_min=True)),
         extra_key=draw(st.text(max_size=100)), num_prompt=num_prompt, num_bias=num_bias,
         prompt=draw(token_ids(num_prompt)), bias_ids=draw(token_ids(num_bias)),
         bias_values=draw(hnp.arrays("<f4", num_bias, elements=st.floats(width=32))),
@@ -95,8 +97,12 @@ def speculations(draw: Any) -> protocol.Speculations:
     rows = draw(ints("<i8", 3 * num_rows, -(2**63), 2**63 - 1)).reshape(-1, 3)
     status = draw(ints("<i8", num_rows, 0, max(Status)))
     num = draw(ints("<i8", num_rows, 0, steps))
+    top_m = draw(st.sampled_from((0, 0, 3)))
+    size = (num_rows, steps, top_m)
     return protocol.Speculations(
         round_id=draw(INT64), num_rows=num_rows, num_steps=steps, ahead_us=draw(INT64),
+        top_m=top_m, proposal_ids=draw(token_ids(int(np.prod(size)))).reshape(size),
+        proposal_probs=draw(hnp.arrays("<f4", size, elements=st.floats(width=32))),
         rows=np.concatenate([rows, status[:, None], num[:, None]], axis=1),
         tokens=draw(token_ids(num_rows * steps)).reshape(num_rows, steps),
     )  # fmt: skip
@@ -136,7 +142,22 @@ def sample_speculate() -> protocol.Speculate:
 def sample_speculations() -> protocol.Speculations:
     rows = np.array([[1, 0, 12, Status.HIT, 2], [2, 0, 6, Status.EMPTY, 0]], np.int64)
     tokens = np.array([[7, 8], [0, 0]], np.int32)
-    return protocol.Speculations(round_id=4, num_rows=2, num_steps=2, rows=rows, tokens=tokens)
+    ids, probs = np.array([7, 8, 0, 0], np.int32), np.array([1, 1, 0, 0], np.float32)
+    return protocol.Speculations(
+        round_id=4, num_rows=2, num_steps=2, top_m=1, rows=rows, tokens=tokens,
+        proposal_ids=ids.reshape(2, 2, 1), proposal_probs=probs.reshape(2, 2, 1),
+    )  # fmt: skip
+
+
+def test_without_proposals_their_frames_are_empty() -> None:
+    message = sample_speculations()
+    message.top_m, message.proposal_ids, message.proposal_probs = 0, None, None
+    frames = encode(message)
+    assert frames[3:] == [b"", b""]
+    assert decode(frames).proposal_ids.shape == (2, 2, 0)
+    message.top_m = 1
+    with pytest.raises(ProtocolError, match="proposal_ids"):
+        encode(message)
 
 
 SAMPLES = (
