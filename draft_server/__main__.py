@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -48,48 +50,63 @@ def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
     """
     import setproctitle
 
+    from sgl_ssd.transport import temporary_files_in
+
     setproctitle.setproctitle("sgl_ssd::draft_server")
-    stop = _StopSignals()
-    _watch_parent(options, config.endpoint)
-    server, close = _build(config, options)
-    stop.server = server
+    folder = tempfile.mkdtemp(prefix="sgl_ssd_")
+    stop = _StopSignals(folder)
     try:
-        if not stop.seen:
-            server.run()
+        _watch_parent(options, config.endpoint, folder)
+        cache = temporary_files_in(folder)["TORCHINDUCTOR_CACHE_DIR"]
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        tempfile.tempdir = folder  # SGLang leaves files there
+        server, close = _build(config, options)
+        stop.server = server
+        try:
+            if not stop.seen:
+                server.run()
+        finally:
+            close()
     finally:
-        close()
+        tempfile.tempdir = None
+        shutil.rmtree(folder, ignore_errors=True)
     logger.info("draft server stopped")
     return 0
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT end the loop; a second one, or one during the start, ends the process."""
+    """SIGTERM and SIGINT end the loop; a second one, or one during the start, ends the process.
 
-    def __init__(self) -> None:
+    `folder` holds the temporary files of this process and goes with it.
+    """
+
+    def __init__(self, folder: str) -> None:
         self.server: DraftServer | None = None
         self.seen = False
+        self._folder = folder
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
         if self.server is None or self.seen:
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(0)
         self.seen = True
         self.server.stop()
 
 
-def _watch_parent(options: ProcessOptions, endpoint: str) -> None:
+def _watch_parent(options: ProcessOptions, endpoint: str, folder: str) -> None:
     if not options.die_with_parent and options.parent_pid is None:
         return
     from sgl_ssd.draft_server.parent import exit_with
-
-    if options.parent_pid is None:
-        exit_with(os.getppid())
-        return
-    # A launcher that was killed could not remove its private folder.
     from sgl_ssd.transport import remove_private_ipc
 
-    exit_with(options.parent_pid, lambda: remove_private_ipc(endpoint))
+    def clean_up() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        if options.parent_pid is not None:  # a launcher that was killed could not do it
+            remove_private_ipc(endpoint)
+
+    exit_with(os.getppid() if options.parent_pid is None else options.parent_pid, clean_up)
 
 
 def _build(

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -22,7 +21,7 @@ from sgl_ssd import protocol
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.errors import DraftUnavailableError, ProtocolError, StartRefusedError
 from sgl_ssd.keys import load_client_keys
-from sgl_ssd.transport import ZmqClient
+from sgl_ssd.transport import ZmqClient, private_folder, temporary_files_in
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,11 @@ class DraftSupervisor:
         self._on_lost = on_lost
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._child = Child(draft_command(config))
+        self._child = self._start()
+
+    def _start(self) -> Child:
+        folder = private_folder(self._config.endpoint)
+        return Child(draft_command(self._config), temporary_files_in(folder))
 
     @property
     def pid(self) -> int:
@@ -191,7 +194,7 @@ class DraftSupervisor:
             with self._lock:
                 if self._stopping.is_set():
                     return
-                self._child = Child(draft_command(self._config))
+                self._child = self._start()
 
     def stop(self) -> None:
         """End the process for good. Idempotent."""
@@ -206,14 +209,7 @@ class TargetProcess(Child):
     STOP_S = 30.0
 
     def __init__(self, sglang_argv: list[str], folder: str) -> None:
-        # SGLang leaves a file for each of its sockets in TMPDIR. What others keep there to find it
-        # again stays where it is.
-        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        env = {
-            LAUNCHER_ENV: str(os.getpid()),
-            "TMPDIR": folder,
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache),
-        }
+        env = {LAUNCHER_ENV: str(os.getpid()), **temporary_files_in(folder)}
         super().__init__([sys.executable, "-m", "sgl_ssd.target_server", *sglang_argv], env)
 
 

@@ -108,9 +108,29 @@ def private_ipc_endpoint() -> str:
 
 def remove_private_ipc(endpoint: str) -> None:
     """Remove the folder that `private_ipc_endpoint` made."""
-    folder = os.path.dirname(endpoint.removeprefix("ipc://"))
-    if os.path.basename(folder).startswith("sgl_ssd_"):
+    folder = private_folder(endpoint)
+    if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def private_folder(endpoint: str) -> str | None:
+    """The folder that `private_ipc_endpoint` made; None for any other endpoint."""
+    folder = os.path.dirname(endpoint.removeprefix("ipc://"))
+    return folder if os.path.basename(folder).startswith("sgl_ssd_") else None
+
+
+def temporary_files_in(folder: str | None) -> dict[str, str]:
+    """Environment of a process whose temporary files belong into `folder` (None: as they are).
+
+    SGLang leaves a file there for each of its sockets. What others keep to find it again stays.
+    """
+    if folder is None:
+        return {}
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    return {
+        "TMPDIR": folder,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache),
+    }
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
