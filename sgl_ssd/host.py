@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sgl_ssd import detokenizer
 from sgl_ssd.errors import ConfigError
 
 SGLANG_VERSION = "0.5.17"
@@ -28,7 +29,7 @@ def check_sglang_version() -> None:
 
 
 def load_plugins() -> None:
-    """Load SGLang's plugins and make sure that ours took hold.
+    """Load SGLang's plugins and make sure that ours took hold; for a process that starts others.
 
     SGLang logs errors of a plugin and goes on without it, which would serve without SSD.
     Raises `ConfigError`.
@@ -43,3 +44,10 @@ def load_plugins() -> None:
             "SGLang did not load the sgl_ssd plugin; install the package (pip install sgl_ssd) and "
             "check SGLANG_PLUGINS and the log above"
         )
+    # Processes other than the scheduler load no plugins: this one hands them what they run.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses"
+    if target not in HookRegistry._patched:
+        HookRegistry.register(target, detokenizer.launch, HookType.AROUND)
+        HookRegistry.apply_hooks()

@@ -24,6 +24,7 @@ SGLANG_USERS = {
     "sgl_ssd.cpu.grammar",
     "sgl_ssd.cpu.hooks",
     "sgl_ssd.cpu.platform",
+    "sgl_ssd.detokenizer",
     "sgl_ssd.engine",
     "sgl_ssd.host",
     "sgl_ssd.launch_server",
