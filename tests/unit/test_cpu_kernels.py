@@ -32,7 +32,7 @@ def test_assign_writes_each_range(rows: list[tuple[int, int]]) -> None:
 @given(ranges, st.sampled_from([1, 2, 4, 16]))
 @settings(deadline=None)
 def test_paged_slots_fill_pages_in_order(rows: list[tuple[int, int]], page: int) -> None:
-    free = torch.randperm(200)
+    free = torch.randperm(1000)
     next_free = 0
     expected: list[int] = []
     last: list[int] = []
