@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sgl_ssd.scheduler.proposals import Drafts
 from sgl_ssd.scheduler.stats import SSDStats
 from sgl_ssd.scheduler.worker import SSDWorker
 
@@ -67,3 +68,22 @@ def test_nobody_is_asked_while_drafting_is_off(worker: Any, session: Any):
     worker._pending = [Outcome(session, 5, True)]
     worker._send_news(wait=False)
     assert session.tokens == [5] and worker.asked == [] and not worker._asking
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_drafts_are_never_verified_twice(worker: Any, pending: bool):
+    """While an outcome is on its way, a session's drafts are those of the forward before.
+
+    In rejection they would pass for fresh samples of their proposals, and bias the text.
+    """
+    session = SimpleNamespace(
+        asked=2, committed=2, answered=2, done=False, refused=False, status=0, proposals=None,
+        speculation=lambda: [7, 8], stop=SimpleNamespace(max_length=100),
+    )  # fmt: skip
+    worker.client = SimpleNamespace(up=False, num_steps=4)
+    worker.num_steps = 4
+    worker._pending = [object()] if pending else []
+    drafts = Drafts.none(1, 4, 2)
+    worker._take_drafts([SimpleNamespace(custom_logit_processor=None)], [session], drafts)
+    assert drafts.lens.tolist() == ([0] if pending else [2])
+    assert worker.stats.reasons["down"] == int(pending)
