@@ -37,6 +37,7 @@ from sgl_ssd.models import DRAFT_PATH, TARGET_PATH  # noqa: E402
 HELD_OUT = TESTS.parent / "benchmarks" / "pairs" / "held_out.jsonl"
 LENGTHS = [1, 2, 3, 5, 9, 16, 17, 40, 64, 65, 100, 150, 250, 400]
 NUM_STEPS = 8
+READY_S = 1800.0  # such a run may share its machine
 Body = dict[str, Any]
 
 
@@ -195,6 +196,10 @@ def double(name: str, profile: Profile, vocab_size: int) -> DraftDouble:
     )
 
 
+def _server(module: str, flags: list[str], log: Path) -> ServerProcess:
+    return ServerProcess(module, flags, log=log, ready_seconds=READY_S)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=800)
@@ -210,12 +215,12 @@ def main() -> int:
     flags = [*common, "--model-path", str(TARGET_PATH), "--ssd-draft-endpoint", endpoint]
     flags += ["--speculative-num-steps", str(NUM_STEPS), "--ssd-drafting", "off"]
     log = folder / "server.log"
-    with ServerProcess("sgl_ssd.launch_server", flags, log=log) as server:
+    with _server("sgl_ssd.launch_server", flags, log) as server:
         profile = Profile(server, endpoint, requests)
         profile.answer_without_drafts(args.concurrency)
         plain_flags = [*common, "--model-path", str(TARGET_PATH), "--disable-overlap-schedule"]
         plain_log = folder / "plain.log"
-        with ServerProcess("sglang.launch_server", plain_flags, log=plain_log) as plain:
+        with _server("sglang.launch_server", plain_flags, plain_log) as plain:
             profile.against_plain(plain)
         for name in args.variants.split(","):
             if name in ("BUNDLED", "TWIN"):
