@@ -220,4 +220,7 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")
             raise RuntimeError(f"{request.full_url}: {error.code} {detail}") from error
-        return json.loads(body) if body.strip() else None
+        try:
+            return json.loads(body) if body.strip() else None
+        except json.JSONDecodeError:  # some endpoints, /flush_cache among them, answer in words
+            return body.decode(errors="replace")
