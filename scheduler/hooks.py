@@ -5,6 +5,7 @@ Each one stands aside for every algorithm but SSD.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,14 @@ def _append_decode_hidden_states(
     orig(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
 
 
+def _load_snapshot_path(orig: Any, ipc_name: str) -> str:
+    """In the launcher's private folder, which goes with it: upstream leaves it in /dev/shm."""
+    path, folder = str(orig(ipc_name)), os.environ.get("TMPDIR", "")
+    if os.path.basename(folder).startswith("sgl_ssd_"):
+        return os.path.join(folder, os.path.basename(path))
+    return path
+
+
 def install() -> None:
     """Register the hooks with SGLang."""
     spec = "sglang.srt.speculative.spec_info.create_dummy_verify_input"
@@ -129,6 +138,7 @@ def install() -> None:
         (f"{graphs}.get_spec_info", _graph_spec_info),
         ("sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool", _draft_kv_pool),
         (sizing, _extra_context_len),
+        ("sglang.srt.managers.load_snapshot.shm_path_for", _load_snapshot_path),
         ("sglang.srt.mem_cache.common.release_kv_cache", _release_kv_cache),
         ("sglang.srt.managers.schedule_batch.Req.update_finish_state", _update_finish_state),
         (f"{results}._append_decode_hidden_states", _append_decode_hidden_states),

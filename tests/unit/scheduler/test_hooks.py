@@ -382,3 +382,15 @@ def test_every_hook_fits_the_function_it_wraps(monkeypatch: pytest.MonkeyPatch) 
         assert named <= set(stock), target
         if not named and all(p.kind is not p.VAR_KEYWORD for p in mine):
             assert len(mine) == len(stock), target
+
+
+def test_load_snapshots_lie_in_the_launchers_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def upstream(name: str) -> str:
+        return f"/dev/shm/sglang_loads_{name}.shm"
+
+    monkeypatch.setenv("TMPDIR", "/tmp/sgl_ssd_abc")
+    path = hooks._load_snapshot_path(upstream, "x")
+    assert path == "/tmp/sgl_ssd_abc/sglang_loads_x.shm"
+    for other in ("/tmp", "/tmp/sgl_ssd_abc/deeper", ""):
+        monkeypatch.setenv("TMPDIR", other)
+        assert hooks._load_snapshot_path(upstream, "x") == upstream("x")
