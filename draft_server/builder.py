@@ -55,7 +55,8 @@ class Builder:
         At most `budget` branches hang in the cache afterwards.
         """
         cache, kv, n = draft.cache, draft.home, len(draft.tokens)
-        cache.compact()
+        if draft.feed is None:  # a feed not launched yet refers to branches by index
+            cache.compact()
         draft.answered = min(len(cache.chain), draft.num_steps)
         # One guess is the chain's own token; a sampled one stands there twice.
         limit = min(cache.width - (cache.top_m > 0), draft.params.vocab_limit) - 1

@@ -91,11 +91,11 @@ class DraftEngine:
         """Give back all that the session holds; with `keep` its KV stays as a cached prefix."""
         self._leave(draft, Stage.CLOSED, keep)
 
-    def prefilled(self, draft: Draft, guesses: np.ndarray) -> None:
-        """The prefill queue is done: KV for every token; `guesses` [width] for the next one."""
+    def prefilled(self, draft: Draft, guesses: np.ndarray | None) -> None:
+        """The prefill queue is done; `guesses` [width] for the next token if every one has KV."""
         draft.stage = Stage.READY
         self._ready[draft.owner] += 1
-        draft.cache.guesses = [guesses]
+        draft.cache.guesses = [] if guesses is None else [guesses]
         self.plan(draft)
 
     def _stage_for(self, length: int) -> Stage:
@@ -180,6 +180,9 @@ class DraftEngine:
             self.kv.append(draft.home, end_of_trunk, change.moved)
         elif not walk.complete:
             self.kv.trim(draft.home, end_of_trunk)
+            # What a feed in flight computes will not be taken in any more, but for the device it is
+            # there: steps run in order.
+            draft.home.length = draft.home.fed
         if walk.branch >= 0 or not walk.complete:
             draft.generation += 1
         draft.feed = None  # planned anew
@@ -211,6 +214,11 @@ class DraftEngine:
             return []
         if kind == "jit":
             self._builder.collect(wait=True)
+            for draft in drafts:
+                # Branches for a chain of none, planned when there was nothing else: with a chain
+                # they would be others, and their feed is not the one that comes.
+                self._release(draft, draft.cache.drop_branches())
+                draft.feed = None
             return self._just_in_time.draft(drafts)
         for draft in drafts:
             if kind == "fast":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sgl_ssd.draft_server.builder import MAX_FEED
 from sgl_ssd.draft_server.drafts import Draft
 from sgl_ssd.draft_server.proposals import HostCopy
 from sgl_ssd.draft_server.stats import EngineStats
@@ -15,8 +16,11 @@ from sgl_ssd.draft_server.steps import Stepper
 SHARED_PREFIX = 32
 """Prompts that begin alike for this long wait for each other, to share what one has computed."""
 
-Chunk = tuple[Draft, int, int]
-"""A session, and the first and the end of the positions to compute."""
+MAX_GAP = MAX_FEED // 2
+"""Tokens that the first decode step feeds: half of what it may, since more come meanwhile."""
+
+Chunk = tuple[Draft, int, int, bool]
+"""A session, the first and the end of the positions to compute, whether that ends its text."""
 
 
 class PrefillQueue:
@@ -24,8 +28,11 @@ class PrefillQueue:
 
     Several prompts share a chunk of at most `chunk` tokens.
 
-    `done` gets each finished session and its guesses; `give_back` takes a session's KV away again
-    (its cached part is found when its turn comes).
+    A prompt is done with its last chunk, though no more than `MAX_GAP` tokens may lack KV by then:
+    the target commits on meanwhile, and a fast one would never be caught up with.
+
+    `done` gets each finished session and its guesses for the next token, None while tokens lack KV;
+    `give_back` takes a session's KV away again (its cached part is found when its turn comes).
     """
 
     def __init__(
@@ -33,7 +40,7 @@ class PrefillQueue:
         stepper: Stepper,
         stats: EngineStats,
         chunk: int,
-        done: Callable[[Draft, np.ndarray], None],
+        done: Callable[[Draft, np.ndarray | None], None],
         give_back: Callable[[Draft, bool], None],
     ) -> None:
         self._stepper = stepper
@@ -82,11 +89,11 @@ class PrefillQueue:
         chunks = self._choose()
         if not chunks:
             return
-        rows = np.array([draft.home.row for draft, _, _ in chunks])
-        starts = np.array([start for _, start, _ in chunks])
-        lengths = np.array([end - start for _, start, end in chunks])
-        tokens = np.concatenate([np.array(d.tokens[a:b], np.int64) for d, a, b in chunks])
-        for draft, _, end in chunks:
+        rows = np.array([draft.home.row for draft, *_ in chunks])
+        starts = np.array([start for _, start, _, _ in chunks])
+        lengths = np.array([end - start for _, start, end, _ in chunks])
+        tokens = np.concatenate([np.array(d.tokens[a:b], np.int64) for d, a, b, _ in chunks])
+        for draft, _, end, _ in chunks:
             draft.home.fed = end
         self._in_flight = (chunks, self._stepper.extend(rows, starts, lengths, tokens))
         self._stats.prefill_tokens += len(tokens)
@@ -110,7 +117,7 @@ class PrefillQueue:
                 break
             start, end = draft.home.length, min(len(draft.tokens), draft.home.length + left)
             draft.starved = False
-            chunks.append((draft, start, end))
+            chunks.append((draft, start, end, end == len(draft.tokens)))
             left -= end - start
         return chunks
 
@@ -139,11 +146,12 @@ class PrefillQueue:
             return
         chunks, copy = self._in_flight
         self._in_flight = None
-        for (draft, _, end), guesses in zip(chunks, copy.get(), strict=True):
+        for (draft, _, end, last), guesses in zip(chunks, copy.get(), strict=True):
             if draft not in self._waiting or draft.kv is None:
                 continue  # closed meanwhile
             draft.kv.length = end
-            if end == len(draft.tokens):
+            gap = len(draft.tokens) - end
+            if last and gap <= MAX_GAP:
                 self._waiting.remove(draft)
-                self._kv.publish(draft.kv, draft.tokens, draft.extra_key)
-                self._done(draft, guesses)
+                self._kv.publish(draft.kv, draft.tokens[:end], draft.extra_key)
+                self._done(draft, None if gap else guesses)

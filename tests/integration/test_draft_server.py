@@ -308,9 +308,9 @@ class SlowCopy:
         return self._ids.numpy()
 
 
-@pytest.mark.parametrize("early", [0.0, 0.9])
+@pytest.mark.parametrize(("early", "backup"), [(0.0, "jit"), (0.9, "jit"), (0.9, "none")])
 def test_steps_in_flight_while_news_arrives(
-    runner: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, early: float
+    runner: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, early: float, backup: str
 ) -> None:
     """What a GPU does: the engine is a step or two ahead of what the host knows."""
     for module in ("steps", "just_in_time"):
@@ -318,12 +318,58 @@ def test_steps_in_flight_while_news_arrives(
     engine = make_engine(runner)
     engine.stepper.synchronous = False
     simulation = Simulation(
-        engine, Oracle(reference), random.Random(21), ["greedy", "noise"], early=early
+        engine, Oracle(reference), random.Random(21), ["greedy", "noise"], backup, early=early
     )
     simulation.run(250)
     simulation.finish()
     assert simulation.statuses[Status.HIT] > 80, simulation.statuses
     assert simulation.statuses[Status.PARTIAL] > 30
+
+
+class DelayedCopy(SlowCopy):
+    """Results that are there two looks later."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__(ids)
+        self._looks = 0
+
+    def ready(self) -> bool:
+        self._looks += 1
+        return self._looks > 2
+
+
+@pytest.mark.parametrize("backup", ["none", "jit"])
+def test_a_target_faster_than_the_prefill_is_caught_up_with(
+    runner: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, backup: str
+) -> None:
+    """The text grows by a token in every turn, and each forward takes several turns."""
+    for module in ("steps", "just_in_time"):
+        monkeypatch.setattr(f"sgl_ssd.draft_server.{module}.HostCopy", DelayedCopy)
+    engine = make_engine(runner)
+    engine.stepper.synchronous = False
+    oracle, params = Oracle(reference), SamplingParams(vocab_limit=VOCAB)
+    prompt = [random.Random(3).randrange(VOCAB) for _ in range(50)]
+    draft = engine.open(prompt, params, "", K, FAN_OUT)
+    statuses: list[Status] = []
+    for turn in range(60):
+        engine.work()
+        # The second best, which is no draft of the model's but among its guesses.
+        scores = oracle.scores(draft.tokens, [], params)[0]
+        status = engine.advance(draft, [int(scores.topk(2).indices[turn % 2])])
+        if status is None:
+            status = engine.backup([draft], backup)[0]
+        if status is not Status.PREFILLING:
+            oracle.check(draft.tokens, list(draft.cache.chain[:K]), params)
+        engine.plan(draft)
+        statuses.append(status)
+    assert Status.PREFILLING not in statuses[20:], statuses
+    while engine.busy:  # the target pauses
+        engine.work()
+    scores = oracle.scores(draft.tokens, list(draft.cache.chain[:1]), params)[0]
+    assert engine.advance(draft, [int(scores.topk(2).indices[1])]) is Status.HIT
+    oracle.check(draft.tokens, list(draft.cache.chain[:K]), params)
+    engine.close(draft)
+    engine.check_memory([])
 
 
 def watch_positions(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
