@@ -362,7 +362,10 @@ def test_a_long_header_is_refused_unread() -> None:
     assert "too long" in refused([b"{" * (1 << 24)])
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, "1", 1.0, 1.5, True, [1], {}, None, 10**30])
+@pytest.mark.parametrize(
+    "version",
+    [0, protocol.VERSION - 1, protocol.VERSION + 1, -1, "2", 2.0, 1.5, True, [2], {}, None, 10**30],
+)
 def test_wrong_version_is_refused(version: Any) -> None:
     value = b"1e30" if version == 10**30 else orjson.dumps(version)
     assert "version" in refused([b'{"type":"Ping","nonce":1,"v":' + value + b"}"])
