@@ -103,10 +103,10 @@ def test_a_stopped_scheduler_shows_in_health_generate(servers: dict[str, ServerP
     scheduler = _one(server, "scheduler")
     scheduler.suspend()
     try:
-        assert eventually(lambda: not server.is_ready(), 60)
+        assert eventually(lambda: not server.is_ready(), 180)
     finally:
         scheduler.resume()
-    assert eventually(server.is_ready, 60)
+    assert eventually(server.is_ready, 180)
 
 
 def test_a_killed_scheduler_ends_everything(servers: dict[str, ServerProcess]) -> None:
