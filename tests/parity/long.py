@@ -29,7 +29,7 @@ sys.path.insert(0, str(TESTS))
 
 from draft_double import DraftDouble  # noqa: E402
 from parity.harness import Report, compare, configure, send_all, ssd_state  # noqa: E402
-from parity.mixes import RequestMix  # noqa: E402
+from parity.mixes import RequestMix, plain_agrees  # noqa: E402
 from servers import ServerProcess  # noqa: E402
 from sgl_ssd import protocol  # noqa: E402
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH  # noqa: E402
@@ -117,11 +117,11 @@ class Profile:
         self.expected = send_all(self.server, self.requests, concurrency)
 
     def against_plain(self, plain: ServerProcess) -> None:
-        """Greedy requests: plain SGLang draws other samples than ours."""
+        """Those requests for which plain SGLang must say the same."""
         pairs = [
             (body, answer)
             for body, answer in zip(self.requests, self.expected, strict=True)
-            if body["sampling_params"]["temperature"] == 0.0
+            if plain_agrees(body)
         ]
         requests = [body for body, _ in pairs]
         # One at a time: plain SGLang ends when `token_ids_logprob` stands beside other requests.

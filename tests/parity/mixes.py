@@ -8,6 +8,16 @@ from typing import Any
 Body = dict[str, Any]
 
 
+def plain_agrees(body: Body) -> bool:
+    """Whether plain SGLang, which draws other samples, must say the same: greedy requests.
+
+    But not those that ignore the end of text inside a grammar: ours end where the grammar ends,
+    plain SGLang goes on with end-of-text tokens (llguidance) or one token more (xgrammar).
+    """
+    params = body["sampling_params"]
+    return params["temperature"] == 0.0 and not ("regex" in params and params["ignore_eos"])
+
+
 class RequestMix:
     """Draws request bodies; the same seed gives the same requests.
 
