@@ -7,7 +7,7 @@ import time
 import pytest
 
 from parity.harness import compare, configure, send_all, ssd_state
-from parity.mixes import RequestMix, plain_agrees
+from parity.mixes import RequestMix
 from servers import ServerProcess
 
 pytestmark = pytest.mark.integration
