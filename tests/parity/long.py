@@ -131,12 +131,8 @@ class Profile:
 
     def run(self, name: str, concurrency: int) -> None:
         """All requests with the drafts that come from the endpoint now."""
+        self._wait_for_draft("up")
         configure(self.server, ssd_drafting=1)
-        deadline = time.monotonic() + 180
-        while ssd_state(self.server)["draft"] != "up":
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{name}: the draft server did not come up")
-            time.sleep(0.5)
         before = ssd_state(self.server)
         started = time.monotonic()
         answers = send_all(self.server, self.requests, concurrency)
@@ -149,6 +145,17 @@ class Profile:
         self._note(name, report, {**moved, "seconds": round(seconds)})
         if not moved["drafted"] or not (moved["accepted"] or name == "RAND"):
             self.total.differences.append(f"{name}: inconclusive, nothing was drafted")
+
+    def wait_until_alone(self) -> None:
+        """The server has noticed that the last variant's draft server is gone."""
+        self._wait_for_draft("down")
+
+    def _wait_for_draft(self, state: str) -> None:
+        deadline = time.monotonic() + READY_S
+        while ssd_state(self.server)["draft"] != state:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the draft server is not {state}")
+            time.sleep(0.5)
 
     def _note(self, name: str, report: Report, extra: dict[str, Any]) -> None:
         self.total.merge(report)
@@ -224,6 +231,7 @@ def main() -> int:
         with _server("sglang.launch_server", plain_flags, plain_log) as plain:
             profile.against_plain(plain)
         for name in args.variants.split(","):
+            profile.wait_until_alone()
             if name in ("BUNDLED", "TWIN"):
                 model = DRAFT_PATH if name == "BUNDLED" else TARGET_PATH
                 with real_draft(endpoint, model, folder / "draft.log"):
