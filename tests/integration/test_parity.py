@@ -7,7 +7,7 @@ import time
 import pytest
 
 from parity.harness import compare, configure, send_all, ssd_state
-from parity.mixes import RequestMix
+from parity.mixes import RequestMix, make_plain_agree
 from servers import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -90,11 +90,8 @@ def test_fields_that_plain_sglang_gets_right(ssd_server, plain_bundled, prompts,
     """Greedy requests with penalties, stops, biases and grammars, against plain SGLang itself."""
     bodies = RequestMix(prompts, len(tokenizer), seed=5).draw_many(60, 48)
     for body in bodies:
-        body["sampling_params"] |= {"temperature": 0.0}
+        make_plain_agree(body)
         body["sampling_params"].pop("sampling_seed")
-        if "regex" in body["sampling_params"]:
-            # Plain SGLang goes on with EOS where a grammar has ended; here the text ends there.
-            body["sampling_params"]["ignore_eos"] = False
     plain = send_all(plain_bundled, bodies, 1)
     answers = _with_drafts(ssd_server, bodies, 8, ssd_num_steps=4, ssd_fan_out=4)
     compare(ssd_server, bodies, plain, answers, "plain").check()

@@ -12,10 +12,30 @@ def plain_agrees(body: Body) -> bool:
     """Whether plain SGLang, which draws other samples, must say the same: greedy requests.
 
     But not those that ignore the end of text inside a grammar: ours end where the grammar ends,
-    plain SGLang goes on with end-of-text tokens (llguidance) or one token more (xgrammar).
+    plain SGLang goes on with end-of-text tokens (llguidance) or one token more (xgrammar). And not
+    those that both add and scale penalties: plain SGLang keeps its penalties in a `set` of classes,
+    so which of them comes first changes from one start of the server to the next.
     """
     params = body["sampling_params"]
-    return params["temperature"] == 0.0 and not ("regex" in params and params["ignore_eos"])
+    if "regex" in params and params["ignore_eos"]:
+        return False
+    if "repetition_penalty" in params and _adds_penalties(params):
+        return False
+    return params["temperature"] == 0.0
+
+
+def make_plain_agree(body: Body) -> None:
+    """Change a request as little as it takes for `plain_agrees`."""
+    params = body["sampling_params"]
+    params["temperature"] = 0.0
+    if "regex" in params:
+        params["ignore_eos"] = False
+    if _adds_penalties(params):
+        params.pop("repetition_penalty", None)
+
+
+def _adds_penalties(params: dict[str, Any]) -> bool:
+    return "frequency_penalty" in params or "presence_penalty" in params
 
 
 class RequestMix:
