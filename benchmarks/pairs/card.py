@@ -60,7 +60,9 @@ Speculative rounds replayed in float32 on 100 held-out prompts, 256 new tokens e
 token under shared Gumbel noise. "hit" is the share of round outcomes predicted by a uniform fan-out
 F. Like every model of this size the target repeats itself under greedy decoding: {loop_share} of
 the greedy tokens stand in a loop that a text ends in, where drafting is easy. The rows "before
-loops" leave those out.
+loops" leave those out. Greedy texts are easier than sampled ones even there; the rows "same
+contexts" hold the text fixed: rounds from every position of the texts of T=1, with the tokens that
+are greedy there (T=0) and those drawn (T=1).
 
 {acceptance}
 """

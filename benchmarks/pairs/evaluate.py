@@ -12,7 +12,9 @@ round's outcome is hit at uniform fan-out F when its bonus token is among the F 
 draft at the accepted depth, the chain's own token left out after a rejection.
 
 A small model's greedy text soon repeats itself, and repetition is easy to draft. So greedy rounds
-are also counted over the text before its final loop alone.
+are also counted over the text before its final loop alone. Even so, greedy texts are easier to
+draft than sampled ones. What temperature alone does is seen on the same contexts: rounds that begin
+at every position of the texts of T=1, with the tokens drawn there and with the greedy ones.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HELD_OUT_FILE = Path(__file__).with_name("held_out.jsonl")
-FAN_OUTS = (1, 2, 3, 4, 6, 8)
+FAN_OUTS = tuple(range(1, 9))
 LOOKAHEADS = (4, 7)
 
 
@@ -50,20 +52,29 @@ class Rounds:
         """Replay one text. `ranks`: each target token's rank in the draft's scores."""
         start = 0
         while start < len(ranks):
-            window = ranks[start : start + self.lookahead]
-            matches = next((j for j, rank in enumerate(window) if rank), len(window))
-            self.rounds += 1
-            self.accepted += matches
-            self.tested += min(matches + 1, len(window))
-            bonus = start + matches
-            if bonus < len(ranks):
-                # After a rejection the best score is the chain's own token's, which is left out.
-                rank = ranks[bonus] - (matches < self.lookahead)
-                self.outcomes += 1
-                self.tokens += matches + 1
-                for fan_out in self.hits:
-                    self.hits[fan_out] += rank < fan_out
-            start = bonus + 1
+            start = self._add_round(ranks, start)
+
+    def add_everywhere(self, ranks: Sequence[int]) -> None:
+        """Replay a round from every position whose round ends inside the text."""
+        for start in range(len(ranks) - self.lookahead):
+            self._add_round(ranks, start)
+
+    def _add_round(self, ranks: Sequence[int], start: int) -> int:
+        """Count one round; returns where the next one starts."""
+        window = ranks[start : start + self.lookahead]
+        matches = next((j for j, rank in enumerate(window) if rank), len(window))
+        self.rounds += 1
+        self.accepted += matches
+        self.tested += min(matches + 1, len(window))
+        bonus = start + matches
+        if bonus < len(ranks):
+            # After a rejection the best score is the chain's own token's, which is left out.
+            rank = ranks[bonus] - (matches < self.lookahead)
+            self.outcomes += 1
+            self.tokens += matches + 1
+            for fan_out in self.hits:
+                self.hits[fan_out] += rank < fan_out
+        return bonus + 1
 
     def summary(self) -> dict[str, Any]:
         """Rates: acceptance, tokens a round (the bonus counted), hit rate by fan-out."""
@@ -124,23 +135,24 @@ def target_text(
 
 
 @torch.no_grad()
-def draft_ranks(
-    model: Any, prompts: Tensor, mask: Tensor, text: Tensor, temperature: float, seed: int
-) -> Tensor:
-    """Rank [N, G] of each token of the target's text [N, G] among the draft's scores there."""
-    count = text.shape[1]
+def logits_along(model: Any, prompts: Tensor, mask: Tensor, text: Tensor) -> Tensor:
+    """A model's logits [N, G, V] for each token of text [N, G] after prompts [N, P]."""
     mask = torch.cat((mask, torch.ones_like(text)), dim=1)
     out = model(
         input_ids=torch.cat((prompts, text), dim=1),
         attention_mask=mask,
         position_ids=(mask.cumsum(-1) - 1).clamp_min(0),
-        logits_to_keep=count + 1,
+        logits_to_keep=text.shape[1] + 1,
     )
+    return out.logits[:, :-1]
+
+
+def ranks_of(tokens: Tensor, logits: Tensor, temperature: float, seed: int) -> Tensor:
+    """Rank [N, G] of each of tokens [N, G] among the scores made of logits [N, G, V]."""
     ranks = []
-    for n in range(count):
-        values = scores(out.logits[:, n], temperature, seed, n)
-        own = values.gather(1, text[:, n : n + 1])
-        ranks.append((values > own).sum(1))
+    for n in range(tokens.shape[1]):
+        values = scores(logits[:, n], temperature, seed, n)
+        ranks.append((values > values.gather(1, tokens[:, n : n + 1])).sum(1))
     return torch.stack(ranks, dim=1)
 
 
@@ -168,16 +180,28 @@ def length_before_loop(tokens: list[int], longest_period: int = 80, least: int =
 
 @dataclass(frozen=True)
 class Replayed:
-    """The target's tokens of each prompt, cut at the end of the text, and their ranks."""
+    """The target's tokens of each prompt, cut at the end of the text, and their ranks.
+
+    `greedy_ranks` are those of the target's likeliest token in the same place, by the draft's
+    logits.
+    """
 
     texts: list[list[int]]
     ranks: list[list[int]]
+    greedy_ranks: list[list[int]]
 
     def rounds(self, lookahead: int, before_loops: bool = False) -> Rounds:
         """Counts of all prompts at one K."""
         counts = Rounds(lookahead)
         for tokens, ranks in zip(self.texts, self.ranks, strict=True):
             counts.add(ranks[: length_before_loop(tokens)] if before_loops else ranks)
+        return counts
+
+    def rounds_everywhere(self, lookahead: int, greedy: bool) -> Rounds:
+        """Counts of rounds from every position, of the text's tokens or of the greedy ones."""
+        counts = Rounds(lookahead)
+        for ranks in self.greedy_ranks if greedy else self.ranks:
+            counts.add_everywhere(ranks)
         return counts
 
     def loop_share(self) -> float:
@@ -197,12 +221,16 @@ def replay(
     generation = target.generation_config
     ids, mask = pad_left(prompts, generation.pad_token_id, str(target.device))
     text = target_text(target, ids, mask, new_tokens, temperature, seed)
-    ranks = draft_ranks(draft, ids, mask, text, temperature, seed).tolist()
-    texts = text.tolist()
-    lengths = [length_to_end(tokens, generation.eos_token_id) for tokens in texts]
+    drafted = logits_along(draft, ids, mask, text)
+    likeliest = logits_along(target, ids, mask, text).argmax(-1)
+    rows = (
+        text,
+        ranks_of(text, drafted, temperature, seed),
+        ranks_of(likeliest, drafted, 0.0, seed),
+    )
+    lengths = [length_to_end(tokens, generation.eos_token_id) for tokens in text.tolist()]
     return Replayed(
-        [tokens[:n] for tokens, n in zip(texts, lengths, strict=True)],
-        [row[:n] for row, n in zip(ranks, lengths, strict=True)],
+        *([row[:n] for row, n in zip(part.tolist(), lengths, strict=True)] for part in rows)
     )
 
 
@@ -244,6 +272,9 @@ def evaluate(
             before["loop_share"] = round(greedy.loop_share(), 3)
             results[f"{kind}, T=0, {name}, before loops"] = before
             results[f"{kind}, T=1, {name}"] = coupled.rounds(lookahead).summary()
+            for t, greedy_there in (("T=0", True), ("T=1", False)):
+                everywhere = coupled.rounds_everywhere(lookahead, greedy_there).summary()
+                results[f"{kind}, {t}, {name}, same contexts"] = everywhere
     return results
 
 

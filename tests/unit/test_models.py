@@ -205,7 +205,15 @@ def test_counts_of_a_replayed_text() -> None:
     assert (rounds.rounds, rounds.tested, rounds.accepted, rounds.outcomes) == (4, 6, 4, 3)
     assert rounds.tokens == 6
     # Bonus ranks are 3 after full acceptance, and 1 - 1 and 5 - 1 after a rejection.
-    assert rounds.hits == {1: 1, 2: 1, 3: 1, 4: 2, 6: 3, 8: 3}
+    assert rounds.hits == {1: 1, 2: 1, 3: 1, 4: 2, 5: 3, 6: 3, 7: 3, 8: 3}
+
+
+def test_rounds_from_every_position() -> None:
+    """K=2 over ranks 0 0 3 1: rounds from the first two positions, which end inside the text."""
+    rounds = evaluate().Rounds(2)
+    rounds.add_everywhere([0, 0, 3, 1])
+    assert (rounds.rounds, rounds.accepted, rounds.outcomes) == (2, 3, 2)
+    assert rounds.hits == {1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 
 
 def test_loops_are_found() -> None:
@@ -224,6 +232,18 @@ def test_acceptance_on_held_out_prompts() -> None:
     replayed = module.replay(target, draft, prompts["text"][::8] + prompts["chat"][::7], 48)
     assert replayed.rounds(4).summary()["acceptance"] >= 0.65
     assert replayed.rounds(4, before_loops=True).summary()["acceptance"] >= 0.65
+
+
+def test_coupled_sampling_is_predicted_as_well_as_greedy_decoding() -> None:
+    """On the same contexts shared noise costs few hits; noise of its own would cost most."""
+    module = evaluate()
+    target, draft = (module.load_model(folder, "cpu") for folder in FOLDERS)
+    prompts = module.load_prompts(PAIRS / "held_out.jsonl", tokenizer())["text"][::2]
+    replayed = module.replay(target, draft, prompts, 64, temperature=1.0)
+    greedy = replayed.rounds_everywhere(4, greedy=True).summary()["hit"]
+    coupled = replayed.rounds_everywhere(4, greedy=False).summary()["hit"]
+    for fan_out in range(3, 9):
+        assert coupled[str(fan_out)] > max(0.4, greedy[str(fan_out)] - 0.12)
 
 
 def test_a_question_is_answered_with_a_function() -> None:
