@@ -90,6 +90,12 @@ class TargetSampler:
         self._cache_rows: RowSampling | None = None
         self._logprobs = OutputLogprobProcessor()
 
+    def warm_up(self) -> None:
+        """Draw once, so that what the device compiles for it is compiled before anybody waits."""
+        logits = torch.zeros((1, self._vocab_size), device=self._device)
+        rows = RowSampling.of([1.0], [TOP_K_ALL], [1.0], [0.0], [0], self._device)
+        coupled_sample(logits, rows, torch.zeros(1, dtype=torch.int64, device=self._device))
+
     def begin(self, reqs: Reqs) -> None:
         """Rebuild the counts of requests whose prefill is being computed."""
         for req in reqs:

@@ -113,6 +113,8 @@ class SSDWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._plain.capture()
+        assert self.sampler is not None
+        self.sampler.warm_up()
         self._wait_for_draft_server()
 
     def _wait_for_draft_server(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ssd.sampling import RowSampling, filtered_scores, gumbel, hash_bits
+from sgl_ssd.sampling import RowSampling, filtered_scores, hash_bits, noisy_argmax
 
 ACCEPT_STREAM = 0x5851F42D4C957F2D
 DRAFT_STREAM = 0x14057B7EF767814F
@@ -168,8 +168,8 @@ def verify(
     row = torch.arange(n, device=logits.device)
     tested = count.clamp(max=width - 2)  # of a full chain nothing was rejected
     rest = residual(p[row, tested], proposals.ids[row, tested], proposals.probs[row, tested])
-    noise = gumbel(hash_bits(mine.seed, first_index[pick] + count, rest.shape[1]))
-    replaced = (rest.log() + noise).argmax(dim=-1)
+    scaled = torch.ones_like(mine.temperature)  # `rest` has the temperature in it
+    replaced = noisy_argmax(rest.log(), scaled, mine.seed, first_index[pick] + count)
     # Nothing may be left when p = q' but for rounding; then p itself is as good.
     rejected = (count < lens) & (rest.amax(dim=-1) > 0)
     bonus = torch.where(rejected, replaced, own[pick, count])

@@ -11,11 +11,13 @@ probabilities after temperature, sorted downwards, keep the first `top_k`, of th
 mass before them is at most `top_p`, of those the ones with at least `min_p` times the greatest
 probability. Excluded tokens get -inf before the noise is added and can never win.
 
-Torch only: no SGLang import.
+Everything here is torch, on any device. On CUDA the draw itself is one kernel, `fused_argmax`.
+No SGLang import.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 TOP_K_ALL = 1 << 30
+FUSED_ENV = "SGLANG_SSD_FUSED_SAMPLING"  # 0: draw with torch operations on CUDA, too
 _MASK32 = 0xFFFFFFFF
 
 
@@ -195,8 +198,31 @@ def coupled_scores(logits: torch.Tensor, rows: RowSampling, position: torch.Tens
 
 
 def coupled_sample(logits: torch.Tensor, rows: RowSampling, position: torch.Tensor) -> torch.Tensor:
-    """The token of each row: int64 [N]. See `coupled_scores`."""
-    return coupled_scores(logits, rows, position).argmax(dim=-1)
+    """The token of each row: int64 [N], the argmax of `coupled_scores`."""
+    if rows.all_greedy:
+        return logits.argmax(dim=-1)
+    if not rows.any_filter:
+        return noisy_argmax(logits, rows.temperature, rows.seed, position)
+    scaled = (rows.temperature > 0).float()  # by the temperature already; 0 still means greedy
+    return noisy_argmax(filtered_scores(logits, rows), scaled, rows.seed, position)
+
+
+def noisy_argmax(
+    scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """argmax over v of scores / temperature + g(seed, position, v): int64 [N].
+
+    `scores` float [N, V], where -inf is never chosen; `temperature` float32 [N], 0 for rows that
+    are greedy: no scaling, no noise; `seed` and `position` int64 [N]. Of equals the first wins.
+    """
+    if scores.is_cuda and os.environ.get(FUSED_ENV) != "0":
+        from sgl_ssd import fused_argmax  # not at the top: the CPU needs no Triton
+
+        return fused_argmax.noisy_argmax(scores, temperature, seed, position)
+    drawn = (temperature > 0)[:, None]
+    scaled = scores.float() / torch.where(drawn, temperature[:, None], 1.0)
+    noise = gumbel(hash_bits(seed, position, scores.shape[-1]))
+    return torch.where(drawn, scaled + noise, scaled).argmax(dim=-1)
 
 
 def request_seed(server_seed: int, arrival: int) -> int:
