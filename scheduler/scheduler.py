@@ -15,6 +15,7 @@ from sgl_ssd.scheduler.algorithm import NAME
 from sgl_ssd.scheduler.worker import SSDWorker
 
 logger = logging.getLogger(__name__)
+SHOWN_REQUESTS = 32
 
 
 class SSDScheduler(Scheduler):
@@ -93,10 +94,26 @@ class SSDScheduler(Scheduler):
                 draft_stats=client.server_stats,
                 open_sessions=len(client.sessions),
             )
+        state["requests"] = self._ssd_requests()
         state["kv_total"] = self.max_total_num_tokens
         state["kv_available"] = self.token_to_kv_pool_allocator.available_size()
         state["kv_evictable"] = self.tree_cache.evictable_size()
         return state
+
+    def _ssd_requests(self) -> list[dict[str, Any]]:
+        """The running requests that came first, for the live view."""
+        return [
+            {
+                "rid": req.rid,
+                "prompt_tokens": len(req.origin_input_ids),
+                "tokens": len(req.output_ids),
+                "rounds": req.spec_verify_ct,
+                "accept_length": 1 + req.spec_num_correct_drafts / req.spec_verify_ct
+                if req.spec_verify_ct
+                else None,
+            }
+            for req in self.running_batch.reqs[:SHOWN_REQUESTS]
+        ]
 
     def set_internal_state(self, recv_req: Any) -> Any:
         """SGLang's endpoint, which also changes K, fan-out, backup and drafting while serving."""

@@ -1,6 +1,6 @@
 """`python -m sgl_ssd.target_server`: the target's process, started by `sgl_ssd.launch_server`.
 
-The same as `sglang.launch_server`, plus a check that our plugin is in place.
+The same as `sglang.launch_server`, plus a check that our plugin is in place, and the page `/ssd`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def main(argv: list[str]) -> int:
         from sglang.launch_server import run_server
         from sglang.srt.server_args import prepare_server_args
 
+        from sgl_ssd import page
+
         server_args = prepare_server_args(argv)
+        page.install(server_args)
     except (SSDError, ValueError) as e:
         print(f"sgl_ssd: {e}", file=sys.stderr)
         return 1
