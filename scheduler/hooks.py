@@ -116,6 +116,16 @@ def _append_decode_hidden_states(
     orig(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
 
 
+def _session_turn(orig: Any, last_req: Any, req: Any, session_params: Any) -> Any:
+    """A session's next turn follows the text of the turn before.
+
+    Upstream appends all tokens of that turn, also those that a run has after the text's end.
+    """
+    if last_req.finished_len is not None:
+        del last_req.output_ids[last_req.finished_len :]
+    return orig(last_req, req, session_params)
+
+
 def _load_snapshot_path(orig: Any, ipc_name: str) -> str:
     """In the launcher's private folder, which goes with it: upstream leaves it in /dev/shm."""
     path, folder = str(orig(ipc_name)), os.environ.get("TMPDIR", "")
@@ -133,6 +143,7 @@ def install() -> None:
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor"
     )
+    session = "sglang.srt.session.session_controller.Session"
     for target, hook in (
         (spec, _dummy_verify_input),
         (f"{graphs}.get_spec_info", _graph_spec_info),
@@ -141,6 +152,7 @@ def install() -> None:
         ("sglang.srt.managers.load_snapshot.shm_path_for", _load_snapshot_path),
         ("sglang.srt.mem_cache.common.release_kv_cache", _release_kv_cache),
         ("sglang.srt.managers.schedule_batch.Req.update_finish_state", _update_finish_state),
+        (f"{session}._concat_token_arrays", _session_turn),
         (f"{results}._append_decode_hidden_states", _append_decode_hidden_states),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -20,6 +20,7 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_ssd.scheduler import hooks
@@ -382,6 +383,17 @@ def test_every_hook_fits_the_function_it_wraps(monkeypatch: pytest.MonkeyPatch) 
         assert named <= set(stock), target
         if not named and all(p.kind is not p.VAR_KEYWORD for p in mine):
             assert len(mine) == len(stock), target
+
+
+def test_a_session_goes_on_from_the_end_of_the_text(tokenizer: Any) -> None:
+    """Not from what a run had behind a stop token."""
+    last = in_one_run(make_req(tokenizer, [10], stop_token_ids=[STOP]), [11, STOP, 12, 13])
+    turn = SimpleNamespace(input_ids=array("q", [20, 21]))
+    how = SimpleNamespace(drop_previous_output=False, offset=0)
+    stock = inspect.unwrap(Session._concat_token_arrays)
+    assert 12 in stock(last, turn, how)[0], "SGLang itself needs the hook"
+    both = hooks._session_turn(stock, last, turn, how)
+    assert [list(ids) for ids in both] == [[5, 6, 10, 11, STOP, 20, 21]] * 2
 
 
 def test_load_snapshots_lie_in_the_launchers_folder(monkeypatch: pytest.MonkeyPatch) -> None:
