@@ -61,6 +61,8 @@ class Builder:
         # One guess is the chain's own token; a sampled one stands there twice.
         limit = min(cache.width - (cache.top_m > 0), draft.params.vocab_limit) - 1
         fan_out = fan_out_for(draft.fan_out, draft.answered, budget, limit)
+        wanted = fan_out_for(draft.fan_out, draft.answered, len(draft.fan_out) * limit, limit)
+        self._stats.branches_short_of_rows += sum(wanted) - sum(fan_out)
         # Feeding the last verified draft yields the guesses after full acceptance.
         end = min(n + draft.answered, self.context_len)
         feeding = (
@@ -88,13 +90,16 @@ class Builder:
             goal = min(steps, self.context_len - n - fork.depth)
             if goal > 0:
                 usable.append((fork, goal))
-        rows = self._kv.take_rows(kv, len(usable))
+        rows, stats = self._kv.take_rows(kv, len(usable)), self._stats
+        stats.branches_short_of_rows += len(usable) - len(rows)
         usable = usable[: len(rows)]
         slots = None
         while usable and slots is None:
             slots = self._kv.alloc(sum(goal for _, goal in usable))
             if slots is None:
                 usable = usable[: len(usable) // 2]
+        stats.branches += len(usable)
+        stats.branches_short_of_memory += len(rows) - len(usable)
         kv.idle_rows += rows[len(usable) :]
         if slots is None:
             return []

@@ -135,6 +135,7 @@ class PrefillQueue:
     def _starve(self, draft: Draft) -> None:
         """`draft` has to wait for memory. Those behind it must not hold any meanwhile."""
         draft.starved = True
+        self._stats.starved += 1
         for other in list(self._waiting)[self._waiting.index(draft) + 1 :]:
             if other.kv is not None:
                 self._give_back(other, True)

@@ -20,6 +20,11 @@ class EngineStats:
     jit_s: float = 0.0
     prefill_tokens: int = 0
     prefill_cached_tokens: int = 0
+    # Of the branches that the fan-out asked for:
+    branches: int = 0  # planned
+    branches_short_of_rows: int = 0  # left out, all rows of a step being taken
+    branches_short_of_memory: int = 0  # left out, for want of KV slots
+    starved: int = 0  # how often a prompt had to wait for memory
 
     def step(self, rows: int, seconds: float) -> None:
         """A build step over `rows` lanes is complete."""
@@ -48,6 +53,10 @@ class EngineStats:
             "jit_ms": 1e3 * self.jit_s / max(1, self.jits),
             "prefill_tokens": self.prefill_tokens,
             "prefill_cached_tokens": self.prefill_cached_tokens,
+            "branches": self.branches,
+            "branches_short_of_rows": self.branches_short_of_rows,
+            "branches_short_of_memory": self.branches_short_of_memory,
+            "starved": self.starved,
         }
 
 
