@@ -162,7 +162,7 @@ def _build(
     if config.http_port is not None:
         from sgl_ssd.draft_server.http import HttpSide
 
-        http = HttpSide(config.http_port, lambda: server.snapshot)
+        http = HttpSide(config.http_port, lambda: server.snapshot, lambda: server.alive)
 
     def close() -> None:
         channel.close()

@@ -47,10 +47,15 @@ class _Collector:
 
 
 class HttpSide:
-    """Serves in a thread of its own. Raises `ConfigError` when the port is taken."""
+    """Serves in a thread of its own. Raises `ConfigError` when the port is taken.
 
-    def __init__(self, port: int, summary: Callable[[], dict[str, float]]) -> None:
-        self._summary = summary
+    `/health` answers 503 while `alive` is false.
+    """
+
+    def __init__(
+        self, port: int, summary: Callable[[], dict[str, float]], alive: Callable[[], bool]
+    ) -> None:
+        self._summary, self._alive = summary, alive
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(summary))
         self._loop = uvloop.new_event_loop()
@@ -101,6 +106,8 @@ class HttpSide:
         if len(words) != 3 or words[0] != b"GET":
             return "405 Method Not Allowed", "text/plain", b"only GET\n"
         path = words[1].split(b"?", 1)[0]
+        if path == b"/health" and not self._alive():
+            return "503 Service Unavailable", "text/plain", b"the server's loop is stuck\n"
         if path == b"/health":
             return "200 OK", "text/plain", b"ok\n"
         if path == b"/stats":

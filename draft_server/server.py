@@ -43,6 +43,7 @@ ERRORS_PER_S = 10
 MESSAGES_PER_TURN = 1024
 RECEIVE_S = 0.002
 SESSIONS_PER_SLOT = 16
+STUCK_S = 10.0
 
 
 class Engine(Protocol):
@@ -101,6 +102,7 @@ class DraftServer:
         self._housekeeping_at = 0.0
         self._errors_left = ERRORS_PER_S
         self.snapshot: dict[str, float] = {}  # for other threads; a second old at most when busy
+        self._turned_at = clock()
         self._stop = False
         self._handlers: dict[type[Message], Any] = {
             Open: self._open,
@@ -115,6 +117,11 @@ class DraftServer:
         """Leave `run` at the end of the current turn. Safe in a signal handler."""
         self._stop = True
 
+    @property
+    def alive(self) -> bool:
+        """Whether the loop has turned lately, be it idly. For other threads."""
+        return bool(self._clock() - self._turned_at < STUCK_S)
+
     def run(self) -> None:
         """Serve until `stop`."""
         while not self._stop:
@@ -122,6 +129,7 @@ class DraftServer:
 
     def turn(self) -> None:
         """Take the news, answer, then build for a step."""
+        self._turned_at = self._clock()
         self._receive()
         self._answer()
         self._engine.work()

@@ -18,7 +18,7 @@ from sgl_ssd.errors import ConfigError
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    side = HttpSide(port := free_port(), lambda: {"sessions": 2.0, "hits": 5.0})
+    side = HttpSide(port := free_port(), lambda: {"sessions": 2.0, "hits": 5.0}, lambda: True)
     yield port
     side.close()
     side.close()
@@ -53,4 +53,14 @@ def test_everything_else_is_refused(port: int) -> None:
 
 def test_a_port_that_is_taken_stops_the_start(port: int) -> None:
     with pytest.raises(ConfigError, match="--http-port"):
-        HttpSide(port, dict)
+        HttpSide(port, dict, lambda: True)
+
+
+def test_health_of_a_loop_that_is_stuck() -> None:
+    side = HttpSide(port := free_port(), dict, lambda: False)
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            get(port, "/health")
+        assert json.loads(get(port, "/stats")) == {}
+    finally:
+        side.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from channels import FakeClock, MemoryClient, MemoryServer
 from sgl_ssd.draft_server.proposals import SamplingParams
-from sgl_ssd.draft_server.server import ERRORS_PER_S, DraftServer
+from sgl_ssd.draft_server.server import ERRORS_PER_S, STUCK_S, DraftServer
 from sgl_ssd.protocol import (
     Close,
     Configure,
@@ -473,3 +473,12 @@ def test_stop_ends_the_loop() -> None:
     bench = Bench()
     bench.server.stop()
     bench.server.run()
+
+
+def test_a_loop_that_does_not_turn_is_not_alive() -> None:
+    bench = Bench()
+    assert bench.server.alive
+    bench.clock.sleep(STUCK_S)
+    assert not bench.server.alive
+    bench.server.turn()
+    assert bench.server.alive
