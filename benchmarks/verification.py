@@ -31,8 +31,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from sgl_ssd.draft_server.backup import ngram_continuation
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
+from sgl_ssd.ngram import ngram_continuation
 from sgl_ssd.rejection import ProposalRows, propose
 from sgl_ssd.sampling import TOP_K_ALL, RowSampling
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_ssd.draft_server.backup import ngram_continuation
 from sgl_ssd.draft_server.builder import MAX_FEED, Builder
 from sgl_ssd.draft_server.drafts import Draft, Stage
 from sgl_ssd.draft_server.just_in_time import JustInTime
@@ -23,6 +22,7 @@ from sgl_ssd.draft_server.runner import DraftRunner
 from sgl_ssd.draft_server.speculation_cache import Reroot, SpeculationCache, Walk
 from sgl_ssd.draft_server.stats import EngineStats
 from sgl_ssd.draft_server.steps import Stepper
+from sgl_ssd.ngram import ngram_continuation
 from sgl_ssd.protocol import Status
 
 MIN_WIDTH = 8

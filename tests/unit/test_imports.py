@@ -48,6 +48,7 @@ BASE = {
     "sgl_ssd.measurements",
     "sgl_ssd.metrics",
     "sgl_ssd.models",
+    "sgl_ssd.ngram",
     "sgl_ssd.planner",
     "sgl_ssd.protocol",
     "sgl_ssd.rejection",

@@ -1,4 +1,4 @@
-"""Speculations that cost nothing: the session's own text, searched for what came after this before.
+"""Drafts that cost nothing: a request's own text, searched for what came after this before.
 
 Pure Python.
 """
@@ -14,17 +14,19 @@ WINDOW = 16 << 10
 """How far back the search goes, in tokens: it runs on the round's path."""
 
 
-def ngram_continuation(tokens: array[int], limit: int, window: int = WINDOW) -> list[int]:
+def ngram_continuation(
+    tokens: array[int], limit: int, window: int = WINDOW, shortest: int = MIN_NGRAM
+) -> list[int]:
     """What followed the latest earlier occurrence of the text's ending.
 
-    The longest ending of `MAX_NGRAM` down to `MIN_NGRAM` tokens that occurs earlier wins; of its
+    The longest ending of `MAX_NGRAM` down to `shortest` tokens that occurs earlier wins; of its
     occurrences the latest. At most `limit` tokens; [] when none occurs.
     """
     if limit <= 0:
         return []
     text = tokens[-window:] if len(tokens) > window else tokens
     data, width = text.tobytes(), text.itemsize
-    for n in range(min(MAX_NGRAM, len(text) - 1), MIN_NGRAM - 1, -1):
+    for n in range(min(MAX_NGRAM, len(text) - 1), shortest - 1, -1):
         at = _last_occurrence(data, width, n, len(text))
         if at >= 0:
             return _continuation(text, at + n, limit)

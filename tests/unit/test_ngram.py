@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ssd.draft_server.backup import MAX_NGRAM, MIN_NGRAM, ngram_continuation
+from sgl_ssd.ngram import MAX_NGRAM, MIN_NGRAM, ngram_continuation
 
 
 def by_hand(tokens: list[int], limit: int) -> list[int]:
