@@ -139,6 +139,7 @@ class DraftEngine:
         draft.ahead_s = self._builder.ahead(draft)
         walk = self._walk(draft, new)
         if new:
+            self.stats.ranks.observe(draft.cache, walk)
             self._adopt(draft, walk, new)
         stage = self._stage_for(len(draft.tokens))
         if stage is not Stage.PREFILL or len(draft.tokens) - draft.home.length > MAX_FEED:

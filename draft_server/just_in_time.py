@@ -45,7 +45,8 @@ class JustInTime:
             lanes += gap
         if group:
             self._run(group)
-        self._stats.jit(sum(s > 0 for s in steps), time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._stats.jit(sum(s > 0 for s in steps), max(steps), seconds)
         return [Status.BACKUP if s else Status.NO_MEMORY for s in steps]
 
     def _make_room(self, draft: Draft) -> int:

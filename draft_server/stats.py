@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sgl_ssd.draft_server.measured import GuessRanks, StepTimes
 from sgl_ssd.protocol import Status
 
 
@@ -18,6 +19,7 @@ class EngineStats:
     jits: int = 0
     jit_rows: int = 0
     jit_s: float = 0.0
+    jit_tokens: int = 0  # of the longest row
     prefill_tokens: int = 0
     prefill_cached_tokens: int = 0
     # Of the branches that the fan-out asked for:
@@ -26,16 +28,21 @@ class EngineStats:
     branches_short_of_memory: int = 0  # left out, for want of KV slots
     starved: int = 0  # how often a prompt had to wait for memory
 
+    step_times: StepTimes = field(default_factory=StepTimes)
+    ranks: GuessRanks = field(default_factory=GuessRanks)
+
     def step(self, rows: int, seconds: float) -> None:
         """A build step over `rows` lanes is complete."""
         self.steps += 1
         self.step_rows += rows
         self.step_s += seconds
+        self.step_times.add(rows, seconds)
 
-    def jit(self, rows: int, seconds: float) -> None:
-        """A just-in-time draft of `rows` sessions is complete."""
+    def jit(self, rows: int, tokens: int, seconds: float) -> None:
+        """A just-in-time draft of `rows` sessions is complete, at most `tokens` for each."""
         self.jits += 1
         self.jit_rows += rows
+        self.jit_tokens += tokens
         self.jit_s += seconds
 
     @property
@@ -51,6 +58,9 @@ class EngineStats:
             "branch_rows": self.step_rows / max(1, self.steps),
             "jits": self.jits,
             "jit_ms": 1e3 * self.jit_s / max(1, self.jits),
+            "jit_tokens": self.jit_tokens / max(1, self.jits),
+            **self.step_times.summary(),
+            **self.ranks.summary(),
             "prefill_tokens": self.prefill_tokens,
             "prefill_cached_tokens": self.prefill_cached_tokens,
             "branches": self.branches,

@@ -27,7 +27,6 @@ from sgl_ssd.fan_out import MAX_FAN_OUT, fit_budget
 
 Chain = tuple[float, ...]
 BUDGET_PER_DEPTH = (1, 2, 3, 4, 6, 8, 12, 16)
-CONVERGED = 1e-9
 NEGLIGIBLE = 0.005
 
 
@@ -333,16 +332,7 @@ def predict(m: Measurements, setting: Setting, where: Deployment) -> Prediction:
         return hit + full, following
 
     kinds = {chain: follow(chain) for chain in (primary, after_full, backup)}
-    share = {chain: 1.0 / len(kinds) for chain in kinds}
-    for _ in range(1000):
-        before, share = share, dict.fromkeys(kinds, 0.0)
-        for chain, p in before.items():
-            for chain_next, q in kinds[chain][1].items():
-                share[chain_next] += p * q
-        # Half of where it was: a process that alternates settles too.
-        share = {chain: (p + before[chain]) / 2 for chain, p in share.items()}
-        if max(abs(share[c] - before[c]) for c in kinds) < CONVERGED:
-            break
+    share = _stationary(kinds)
     hit_rate = sum(p * kinds[chain][0] for chain, p in share.items())
     tokens = sum(p * expected_tokens(chain) for chain, p in share.items())
     round_ms = verify_ms + m.answer_ms
@@ -362,6 +352,26 @@ def predict(m: Measurements, setting: Setting, where: Deployment) -> Prediction:
         rows=rows,
         steps_in_time=steps,
     )
+
+
+def _stationary(kinds: dict[Chain, tuple[float, dict[Chain, float]]]) -> dict[Chain, float]:
+    """How often each of at most three chains is verified, from how often each follows each.
+
+    A state's weight is the determinant of what is left of I - P without it.
+    """
+    names = list(kinds)
+    stays = [[kinds[a][1].get(b, 0.0) for b in names] for a in names]
+    weights = []
+    for i in range(len(names)):
+        rest = [j for j in range(len(names)) if j != i]
+        weight = math.prod(1 - stays[j][j] for j in rest)
+        if len(rest) == 2:
+            weight -= stays[rest[0]][rest[1]] * stays[rest[1]][rest[0]]
+        weights.append(max(0.0, weight))
+    total = sum(weights)
+    if total <= 0:  # nothing ever leads away from any of two chains: the first one is where we are
+        return {name: float(i == 0) for i, name in enumerate(names)}
+    return {name: weight / total for name, weight in zip(names, weights, strict=True)}
 
 
 def plain_tokens_per_s(m: Measurements, batch: int) -> float:
