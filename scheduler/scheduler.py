@@ -58,6 +58,8 @@ class SSDScheduler(Scheduler):
         if worker is not None and worker.client is not None:
             worker.client.tick()
         super().process_input_requests(recv_reqs)
+        if self._engine_paused:  # the loop turns without a rest, until it may go on
+            self.maybe_sleep_on_idle()
 
     def is_disable_overlap_for_batch(self, batch: Any, last_batch: Any) -> bool:
         if super().is_disable_overlap_for_batch(batch, last_batch):
