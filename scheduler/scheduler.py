@@ -84,6 +84,7 @@ class SSDScheduler(Scheduler):
         state: dict[str, Any] = worker.stats.as_dict()
         state["num_steps_max"] = worker.num_steps
         state["verification"] = worker.verification
+        state.update(worker.tuner.as_dict())
         state["drafting"] = "on" if worker.drafting else "off"
         client = worker.client
         if client is not None:

@@ -2,8 +2,9 @@
 
 That endpoint carries numbers only, so backup and drafting are said as numbers:
 
-* `ssd_num_steps`: K, from 1 to the start's;
+* `ssd_num_steps`: K, from 1 to the start's; -1 auto;
 * `ssd_fan_out`: F for every accepted length, or `ssd_fan_out_0` .. `ssd_fan_out_K` one by one;
+  -1 auto;
 * `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
 * `ssd_drafting`: 1 on, 0 off;
 * `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards.
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from sgl_ssd.scheduler.worker import SSDWorker
 
 BACKUPS = ("none", "fast", "jit", "auto")
+AUTO = -1
 _FAN_OUT_AT = "ssd_fan_out_"
 
 
@@ -41,16 +43,28 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
         raise ConfigError(f"ssd_verification {verification}: 0 is coupled, 1 is rejection")
     client = worker.client
     if client is not None:
-        num_steps = values.pop("ssd_num_steps", client.num_steps)
+        tuner = worker.tuner
+        num_steps = values.pop("ssd_num_steps", AUTO if tuner.steps_auto else client.num_steps)
+        steps_auto = num_steps == AUTO
+        if steps_auto:
+            num_steps = client.num_steps
         if not 1 <= num_steps <= worker.num_steps:
             raise ConfigError(f"ssd_num_steps {num_steps}: must lie in 1..{worker.num_steps}")
-        backup = values.pop("ssd_backup", BACKUPS.index(client.backup))
+        backup = values.pop("ssd_backup", BACKUPS.index(tuner.backup))
         if not 0 <= backup < len(BACKUPS):
             raise ConfigError(f"ssd_backup {backup}: 0 is none, 1 is fast, 2 is jit, 3 is auto")
+        fan_out_auto = tuner.fan_out_auto and not any(n.startswith("ssd_fan_out") for n in values)
+        if values.get("ssd_fan_out") == AUTO:
+            del values["ssd_fan_out"]
+            fan_out_auto = True
         fan_out = _fan_out(values, client.fan_out, num_steps)
         if values:
             raise ConfigError(f"unknown settings: {', '.join(values)}")
         client.configure(num_steps, fan_out, BACKUPS[backup])
+        if set(changes) - {"ssd_drafting", "ssd_verification", "ssd_trace"}:
+            tuner.configure(
+                fan_out_auto=fan_out_auto, steps_auto=steps_auto, backup=BACKUPS[backup]
+            )
     worker.drafting = bool(drafting)
     worker.verification = VERIFICATIONS[verification]
 

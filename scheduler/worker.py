@@ -37,6 +37,7 @@ from sgl_ssd.scheduler.outcomes import OutcomeCopier, PendingOutcome
 from sgl_ssd.scheduler.proposals import Drafts
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
+from sgl_ssd.scheduler.tuner import Tuner
 from sgl_ssd.vocabulary import read_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,10 @@ class SSDWorker(BaseSpecWorker):
         self._asking: dict[int, Session] = {}
         self._context_len = self._runner.model_config.context_len
         self.client = self._connect() if ps.tp_rank == 0 else None
+        self.tuner = Tuner(
+            self.stats, self.client, self.num_steps, backup=config.backup,
+            fan_out_auto=config.fan_out_auto, steps_auto=config.steps_auto,
+        )  # fmt: skip
         hooks.set_worker(self)
 
     def _connect(self) -> DraftClient:
@@ -113,6 +118,8 @@ class SSDWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._plain.capture()
+        if self._runner.decode_cuda_graph_runner is not None:
+            self.tuner.width = self.speculative_num_draft_tokens
         assert self.sampler is not None
         self.sampler.warm_up()
         self._wait_for_draft_server()
@@ -166,6 +173,7 @@ class SSDWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         assert self.sampler is not None
+        self.tuner.interrupted()
         sessions = self._open_sessions(batch)
         self.sampler.begin(batch.reqs)
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
@@ -247,7 +255,7 @@ class SSDWorker(BaseSpecWorker):
         drafts = Drafts.none(bs, self.num_steps, self.config.proposal_top_m)
         # Who asks for drafts must know the outcome of the forward before; others need not wait.
         client = self.client
-        self._send_news(wait=self.drafting and client is not None and client.up)
+        self._send_news(wait=self._asks and client is not None and client.up)
         if client is not None:
             sessions = [client.sessions.get(req.rid) for req in reqs]
             self._take_drafts(reqs, sessions, drafts)
@@ -299,6 +307,7 @@ class SSDWorker(BaseSpecWorker):
         self.stats.verifies_without_drafts += int(width == 1)
         self.stats.launch.add(time.perf_counter() - started)
         self._send_news(wait=False)
+        self.tuner.verified(bs, width, self.drafting)
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
@@ -356,6 +365,10 @@ class SSDWorker(BaseSpecWorker):
         assert self.client is not None
         if not self.drafting:
             return
+        if self.tuner.paused:
+            for _ in reqs:
+                self.stats.observe_no_drafts("does_not_pay")
+            return
         present = [s for s in sessions if s is not None]
         if self.client.up:
             # Rows that have never been asked for (opened while the server was away, or skipped
@@ -402,9 +415,14 @@ class SSDWorker(BaseSpecWorker):
             return
         if wait:
             self.stats.outcome_wait.add(time.perf_counter() - started)
-        if self.client is not None and self._asking and self.drafting:
+        if self.client is not None and self._asking and self._asks:
             self.client.ask(self._asking.values())
         self._asking.clear()
+
+    @property
+    def _asks(self) -> bool:
+        """Whether drafts are wanted now."""
+        return self.drafting and not self.tuner.paused
 
     def _commit(self, outcome: PendingOutcome) -> None:
         rows = outcome.rows()

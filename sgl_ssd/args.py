@@ -9,13 +9,15 @@ from typing import Any
 
 from sgl_ssd.config import VERIFICATIONS, DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
-from sgl_ssd.fan_out import parse_fan_out
+from sgl_ssd.fan_out import AUTO, AUTO_MAX_FAN_OUT, parse_fan_out
 from sgl_ssd.keys import load_client_keys
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 from sgl_ssd.protocol import BACKUPS
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_FAN_OUT = "4"
+AUTO_NUM_STEPS = 7
+"""The K that a start with `auto` makes room for."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,14 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         metavar="PATH", help="the draft model, of the target's vocabulary",
     )  # fmt: skip
     add(
-        "--speculative-num-steps", type=int, default=DEFAULT_NUM_STEPS, metavar="K",
-        help="drafts per round (default: %(default)s)",
+        "--speculative-num-steps", type=_steps, default=DEFAULT_NUM_STEPS, metavar="K",
+        help="drafts per round; auto: at most "
+        f"{AUTO_NUM_STEPS}, as the load asks for (default: %(default)s)",
     )  # fmt: skip
     add(
         "--ssd-fan-out", default=DEFAULT_FAN_OUT, metavar="F[,F...]",
         help="bonus tokens to pre-speculate for each accepted length: one number for all, or K+1 "
-        "numbers (default: %(default)s)",
+        "numbers; auto: as the load asks for (default: %(default)s)",
     )  # fmt: skip
     add(
         "--ssd-backup", choices=BACKUPS, default="auto",
@@ -149,6 +152,10 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve the draft server's own /health and /metrics on this loopback port",
     )
+
+
+def _steps(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
@@ -253,8 +260,13 @@ def _plan(
             "--speculative-draft-model-path is missing: name a small model of the target's "
             "vocabulary, or a running draft server with --ssd-draft-endpoint"
         )
+    steps_auto, fan_out_auto = ours.speculative_num_steps == AUTO, ours.ssd_fan_out == AUTO
+    if steps_auto:
+        ours.speculative_num_steps = AUTO_NUM_STEPS
     check_num_steps(ours.speculative_num_steps)
-    fan_out = parse_fan_out(ours.ssd_fan_out, ours.speculative_num_steps)
+    fan_out = parse_fan_out(
+        DEFAULT_FAN_OUT if fan_out_auto else ours.ssd_fan_out, ours.speculative_num_steps
+    )
     if ours.ssd_draft_keys is not None:
         if ours.ssd_draft_endpoint is None:
             raise ConfigError("--ssd-draft-keys needs --ssd-draft-endpoint")
@@ -265,6 +277,8 @@ def _plan(
         fan_out=fan_out,
         backup=ours.ssd_backup,
         drafting=ours.ssd_drafting == "on",
+        fan_out_auto=fan_out_auto,
+        steps_auto=steps_auto,
         verification=ours.ssd_verification,
         saguaro_c=ours.ssd_saguaro_c,
         proposal_top_m=ours.ssd_proposal_top_m,
@@ -283,7 +297,8 @@ def _plan(
             endpoint=private_endpoint,
             model_path=draft,
             num_steps=ours.speculative_num_steps,
-            fan_out=fan_out,
+            # The largest that it may be asked for later.
+            fan_out=[AUTO_MAX_FAN_OUT] * len(fan_out) if fan_out_auto else fan_out,
             backup=ours.ssd_backup,
             max_branch_rows=ours.ssd_max_branch_rows,
             device=device,

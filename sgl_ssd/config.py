@@ -80,6 +80,8 @@ class VerifierConfig:
     fan_out: list[int] = field(default_factory=lambda: [4] * 5)
     backup: str = "jit"
     drafting: bool = True
+    fan_out_auto: bool = False  # begins with `fan_out`, then follows the load
+    steps_auto: bool = False  # so does K, from `num_steps` down
     verification: str = "coupled"
     saguaro_c: float = 1.0
     proposal_top_m: int = 64

@@ -8,6 +8,9 @@ from __future__ import annotations
 from sgl_ssd.errors import ConfigError
 
 MAX_FAN_OUT = 64
+AUTO = "auto"
+AUTO_MAX_FAN_OUT = 16
+"""The largest F that is chosen automatically."""
 
 
 def parse_fan_out(text: str | int, num_steps: int) -> list[int]:

@@ -393,13 +393,11 @@ def settings(
     m: Measurements,
     where: Deployment,
     steps: Sequence[int],
-    backups: Sequence[str] = ("jit", "fast", "none"),
+    backups: Sequence[str] = ("jit", "none"),
     max_fan_out: int = MAX_FAN_OUT,
     uniform: bool = False,
 ) -> Iterator[Setting]:
     """Settings worth a prediction: for every K and backup, budgets from one guess a depth on."""
-    if not m.fast:
-        backups = [b for b in backups if b != "fast" or "none" not in backups]
     for num_steps in steps:
         seen: set[tuple[int, ...]] = set()
         for per_depth in BUDGET_PER_DEPTH:
@@ -420,12 +418,16 @@ def best(
     m: Measurements,
     where: Deployment,
     steps: Sequence[int] = range(1, 13),
-    backups: Sequence[str] = ("jit", "fast", "none"),
+    backups: Sequence[str] = ("jit", "none"),
     uniform: bool = False,
 ) -> Prediction:
-    """The fastest of `settings`; of those within `NEGLIGIBLE` of it, the one with fewest rows."""
+    """The best of `settings`; see `choose`."""
     wanted = settings(m, where, steps, backups, uniform=uniform)
-    predictions = [predict(m, setting, where) for setting in wanted]
+    return choose([predict(m, setting, where) for setting in wanted])
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction:
+    """The fastest; of those within `NEGLIGIBLE` of it the one with the fewest rows."""
     enough = (1 - NEGLIGIBLE) * max(p.tokens_per_s for p in predictions)
     good = (p for p in predictions if p.tokens_per_s >= enough)
     return min(good, key=lambda p: (p.rows, -p.tokens_per_s))

@@ -76,6 +76,20 @@ def test_seeded_sampling_does_not_depend_on_drafting(ssd_server, prompts, backup
     configure(ssd_server, ssd_backup=2)
 
 
+def test_text_does_not_depend_on_settings_that_follow_the_load(ssd_server, greedy):
+    """Fan-out, backup and K are left to the server, which also measures plain rounds."""
+    bodies, without = greedy
+    auto = {"ssd_num_steps": -1, "ssd_fan_out": -1, "ssd_backup": 3}
+    configure(ssd_server, ssd_num_steps=4, ssd_fan_out=4)
+    for concurrency in (16, 1, 8):
+        answers = _with_drafts(ssd_server, bodies, concurrency, **auto)
+        compare(ssd_server, bodies, without, answers, f"auto, {concurrency} at a time").check()
+    state = ssd_state(ssd_server)["auto"]
+    assert state["by_batch"] and state["expected_tokens_per_s"] > 0
+    configure(ssd_server, ssd_num_steps=4, ssd_fan_out=4, ssd_backup=2)
+    assert "auto" not in ssd_state(ssd_server)
+
+
 def test_every_sampling_field(ssd_server, prompts, tokenizer):
     """Requests drawn over all sampling fields, logprobs and grammars among them."""
     bodies = RequestMix(prompts, len(tokenizer), seed=11).draw_many(120, 48)

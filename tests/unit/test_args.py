@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sgl_ssd.args import LaunchPlan, add_ssd_args, from_keywords, parse
+from sgl_ssd.args import AUTO_NUM_STEPS, LaunchPlan, add_ssd_args, from_keywords, parse
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.errors import ConfigError
+from sgl_ssd.fan_out import AUTO_MAX_FAN_OUT
 from sgl_ssd.keys import make_keys
 from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 
@@ -130,6 +131,20 @@ def test_our_flags_do_not_reach_sglang() -> None:
     elsewhere = {"--ssd-draft-endpoint", "--ssd-draft-keys"}
     assert given == flags - elsewhere, "this test gives every other flag"
     assert pair(*argv).sglang_argv == ["--model-path", "T", *OURS]
+
+
+def test_settings_that_follow_the_load() -> None:
+    plan = pair("--ssd-fan-out", "auto")
+    assert plan.verifier.fan_out_auto and not plan.verifier.steps_auto
+    assert plan.verifier.fan_out == [4] * 5
+    assert plan.draft is not None and plan.draft.fan_out == [AUTO_MAX_FAN_OUT] * 5
+    plan = pair("--speculative-num-steps", "auto", "--ssd-fan-out", "2")
+    assert plan.verifier.steps_auto and not plan.verifier.fan_out_auto
+    assert plan.verifier.fan_out == [2] * (AUTO_NUM_STEPS + 1)
+    at = plan.sglang_argv.index("--speculative-num-steps")
+    assert plan.sglang_argv[at + 1] == str(AUTO_NUM_STEPS)
+    plan, rest = from_keywords({"ssd_fan_out": "auto", "speculative_num_steps": "auto"}, PRIVATE)
+    assert plan.verifier.fan_out_auto and rest["speculative_num_steps"] == AUTO_NUM_STEPS
 
 
 def test_keys_are_for_a_draft_server_elsewhere(tmp_path: Path) -> None:

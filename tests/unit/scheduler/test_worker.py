@@ -38,6 +38,7 @@ def worker() -> Any:
     worker = object.__new__(SSDWorker)
     worker.stats = SSDStats(4)
     worker.drafting = True
+    worker.tuner = SimpleNamespace(paused=False)
     worker.asked = []
     worker.client = SimpleNamespace(ask=lambda sessions: worker.asked.append(list(sessions)))
     worker._pending, worker._asking = [], {}
