@@ -34,17 +34,31 @@ GONE_S = 60.0
 FLAGS = ["--device", "cpu", "--max-total-tokens", "2000", "--max-running-requests", "8"]
 
 
-def family(mark: str) -> list[psutil.Process]:
-    """All processes of a cycle, also those whose parent is gone."""
-    found = []
+def family(mark: str) -> set[psutil.Process]:
+    """All processes of a cycle, by their environment and by descent.
+
+    One that has renamed itself has overwritten its environment: it is found while it has a parent.
+    """
+    found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
-                found.append(process)
+                found |= {process, *process.children(recursive=True)}
     return found
 
 
-def shared_memory(processes: list[psutil.Process]) -> set[str]:
+def running(processes: set[psutil.Process], mark: str) -> set[psutil.Process]:
+    """Those of a cycle that still run; `processes` grows by those that have begun since."""
+    processes |= family(mark)
+    left = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.add(process)
+    return left
+
+
+def shared_memory(processes: set[psutil.Process]) -> set[str]:
     """The files in /dev/shm that these processes use, or whose name has one of their ids."""
     names = {
         os.path.basename(m.path)
@@ -64,7 +78,7 @@ def _maps(process: psutil.Process) -> list:
     return []
 
 
-def ports(processes: list[psutil.Process]) -> set[int]:
+def ports(processes: set[psutil.Process]) -> set[int]:
     """The TCP ports these processes listen on."""
     found = set()
     for process in processes:
@@ -75,7 +89,7 @@ def ports(processes: list[psutil.Process]) -> set[int]:
     return found
 
 
-def one(processes: list[psutil.Process], word: str) -> psutil.Process:
+def one(processes: set[psutil.Process], word: str) -> psutil.Process:
     """The process that is called `word`."""
     for process in processes:
         with suppress(psutil.Error):
@@ -89,14 +103,14 @@ class Ending:
     """A way to end: what is done, with which extra flags, and the exit codes that are right."""
 
     name: str
-    act: Callable[[ServerProcess, list[psutil.Process]], None]
+    act: Callable[[ServerProcess, set[psutil.Process]], None]
     right: Callable[[int], bool]
     flags: tuple[str, ...] = ()
     drains: bool = False
 
 
-def _signal(*numbers: int) -> Callable[[ServerProcess, list[psutil.Process]], None]:
-    def act(server: ServerProcess, processes: list[psutil.Process]) -> None:
+def _signal(*numbers: int) -> Callable[[ServerProcess, set[psutil.Process]], None]:
+    def act(server: ServerProcess, processes: set[psutil.Process]) -> None:
         assert server.process is not None
         for number in numbers:
             server.process.send_signal(number)
@@ -105,11 +119,11 @@ def _signal(*numbers: int) -> Callable[[ServerProcess, list[psutil.Process]], No
     return act
 
 
-def _kill(word: str) -> Callable[[ServerProcess, list[psutil.Process]], None]:
+def _kill(word: str) -> Callable[[ServerProcess, set[psutil.Process]], None]:
     return lambda server, processes: one(processes, word).kill()
 
 
-def _kill_draft_then_term(server: ServerProcess, processes: list[psutil.Process]) -> None:
+def _kill_draft_then_term(server: ServerProcess, processes: set[psutil.Process]) -> None:
     """The draft server is started again and drafts, then all is ended by SIGTERM."""
     one(processes, "draft_server").kill()
     if not eventually(lambda: ssd_state(server)["draft"] == "down", 30):
@@ -200,12 +214,11 @@ def run(ending: Ending, folder: Path, port: int) -> Cycle:
         ending.act(server, processes)
     except (AssertionError, LookupError) as e:
         problems.append(str(e))
-    processes = list({*processes, *family(mark)})
     assert server.process is not None
-    eventually(lambda: server.poll() is not None and not family(mark), GONE_S)
+    eventually(lambda: server.poll() is not None and not running(processes, mark), GONE_S)
     gone_s = time.monotonic() - began
     load.join()
-    left = family(mark)
+    left = running(processes, mark)
     problems += [f"process {p.pid} {' '.join(p.cmdline())[:80]}" for p in left]
     for process in left:
         process.kill()
