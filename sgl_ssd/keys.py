@@ -133,8 +133,7 @@ def _write(file: Path, *keys: bytes) -> Path:
     return file
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Make keys; returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sgl_ssd.keys",
         description="Make CURVE keys, for a draft server that is reached over a network. Run it "
@@ -144,7 +143,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "clients", nargs="*", default=["verifier"], help="names of verifiers (default: verifier)"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make keys; returns the exit status."""
+    args = build_parser().parse_args(argv)
     try:
         if not zmq.has("curve"):
             raise ConfigError("this ZeroMQ was built without CURVE; install pyzmq from PyPI")

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run until stopped; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
-        _print_help()
+        build_parser().print_help()
         return 0
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     # Also before `_serve` listens to it, it must not keep us from removing the folder.
@@ -208,7 +208,8 @@ def _progress(text: str) -> Iterator[Callable[[float], None]]:
     logger.info("draft server ready after %.0f s", time.monotonic() - started)
 
 
-def _print_help() -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """SGLang's flags and ours, for `--help`; `sgl_ssd.args` is what takes a command line apart."""
     os.environ.setdefault("SGLANG_LOG_LEVEL", "error")
     from sglang.srt.server_args import ServerArgs
 
@@ -220,7 +221,7 @@ def _print_help() -> None:
     )
     ServerArgs.add_cli_args(parser)
     ssd_args.add_ssd_args(parser)
-    parser.print_help()
+    return parser
 
 
 if __name__ == "__main__":

@@ -297,11 +297,12 @@ def _round_parts(times: _Times, synchronous: bool) -> dict[str, float]:
     whole = times.mean_ms("round")
     if whole is None:
         return {}
-    parts = {
-        "target": times.per_round_ms("outcome_wait"),
-        "drafts": times.per_round_ms("draft_wait"),
-        "verify" if synchronous else "launch": times.per_round_ms("launch"),
-    }
+    target, launch = times.per_round_ms("outcome_wait"), times.per_round_ms("launch")
+    drafts = times.per_round_ms("draft_wait")
+    if synchronous:
+        parts = {"drafts": drafts, "verify": launch + target}
+    else:
+        parts = {"target": target, "drafts": drafts, "launch": launch}
     parts["host"] = max(0.0, whole - sum(parts.values()))
     return parts
 

@@ -109,7 +109,7 @@ def _round(frame: Frame, width: int) -> Iterable[RenderableType]:
     for name, value in frame.round_parts.items():
         label, colour = PARTS[name]
         legend.append("■ ", style=colour)
-        legend.append(f"{label} {value:.1f} ms   ")
+        legend.append(f"{label} {value:.1f} ms".replace(" ", "\u00a0") + "   ")
     yield legend
 
 

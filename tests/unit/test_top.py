@@ -31,7 +31,7 @@ def test_everything_is_there() -> None:
     text = shown()
     for part in (
         "target ← some/draft (up)", "K=4 F=4 auto coupled", "160.0", "4.00", "80%", "25.0 ms",
-        "waits for the target 16.0 ms", "waits for drafts 2.0 ms", "host work 4.5 ms",
+        "waits\u00a0for\u00a0drafts\u00a02.0\u00a0ms", "host\u00a0work\u00a04.5\u00a0ms",
         "1: 100%   2: 100%   3: 60%   4: 40%", "hit 80%   backup 20%", "draft 25%", "abc",
         "no alerts",
     ):  # fmt: skip
