@@ -50,10 +50,11 @@ def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
     """
     import setproctitle
 
+    from sgl_ssd.folders import make_folder, remove_folder
     from sgl_ssd.transport import temporary_files_in
 
     setproctitle.setproctitle("sgl_ssd::draft_server")
-    folder = tempfile.mkdtemp(prefix="sgl_ssd_")
+    folder = make_folder()
     stop = _StopSignals(folder)
     try:
         _watch_parent(options, config.endpoint, folder)
@@ -69,7 +70,7 @@ def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
             close()
     finally:
         tempfile.tempdir = None
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     logger.info("draft server stopped")
     return 0
 

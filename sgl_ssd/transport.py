@@ -15,7 +15,6 @@ import errno
 import ipaddress
 import logging
 import os
-import shutil
 import socket
 import tempfile
 import threading
@@ -27,6 +26,7 @@ import zmq
 import zmq.utils.z85
 
 from sgl_ssd.errors import ConfigError
+from sgl_ssd.folders import PREFIX, make_folder, remove_folder
 from sgl_ssd.keys import ClientKeys, ServerKeys
 
 logger = logging.getLogger(__name__)
@@ -103,20 +103,20 @@ def is_loopback(host: str) -> bool:
 
 def private_ipc_endpoint() -> str:
     """An ipc endpoint in a new folder that only this user can enter (mode 0700)."""
-    return f"ipc://{os.path.join(tempfile.mkdtemp(prefix='sgl_ssd_'), 'draft')}"
+    return f"ipc://{os.path.join(make_folder(), 'draft')}"
 
 
 def remove_private_ipc(endpoint: str) -> None:
     """Remove the folder that `private_ipc_endpoint` made."""
     folder = private_folder(endpoint)
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def private_folder(endpoint: str) -> str | None:
     """The folder that `private_ipc_endpoint` made; None for any other endpoint."""
     folder = os.path.dirname(endpoint.removeprefix("ipc://"))
-    return folder if os.path.basename(folder).startswith("sgl_ssd_") else None
+    return folder if os.path.basename(folder).startswith(PREFIX) else None
 
 
 def temporary_files_in(folder: str | None) -> dict[str, str]:
