@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.model_executor.forward_batch_info import (
@@ -73,7 +74,7 @@ class DraftRunner:
             server_args=args,
         )
         runner.alloc_memory_pool()
-        if getattr(runner, "is_hybrid_swa", False) or getattr(runner, "mambaish_config", None):
+        if getattr(runner, "is_hybrid_swa", False) or mambaish_config(model_config) is not None:
             raise ConfigError(
                 f"--model-path {config.model_path}: a draft needs one plain KV pool for all layers "
                 "(no recurrent layers, no separate sliding-window pool)"
@@ -87,6 +88,10 @@ class DraftRunner:
         runner.init_cuda_graphs()
         self.reads_shared = self._tree_attention is not None
         self._runner = runner
+        graphs = runner.decode_cuda_graph_runner
+        # Steps of up to so many rows replay a captured graph; 0 without graphs.
+        self.graph_rows = max(graphs.capture_bs) if graphs is not None else 0
+        self._eager_told = False
         self.device = torch.device(runner.device)
         self.model_path = config.model_path
         self.vocab_size = int(model_config.vocab_size)
@@ -134,7 +139,7 @@ class DraftRunner:
             num_token_non_padded_cpu=n,
         )
         if self._tree_attention is None:
-            return self._forward(batch)
+            return self._forward(batch, may_replay=n <= self.graph_rows)
         # The way to the model without what `ModelRunner.forward` does for other devices and modes,
         # which takes as long as a tiny model's forward itself.
         backend = self._tree_attention
@@ -179,8 +184,12 @@ class DraftRunner:
         )
         return self._forward(batch)
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return cast(torch.Tensor, self._runner.forward(batch).logits_output.next_token_logits)
+    def _forward(self, batch: ForwardBatch, may_replay: bool = False) -> torch.Tensor:
+        output = self._runner.forward(batch)
+        if may_replay and not output.can_run_graph and not self._eager_told:
+            self._eager_told = True
+            logger.warning("a draft step of %d rows ran without its graph", batch.batch_size)
+        return cast(torch.Tensor, output.logits_output.next_token_logits)
 
 
 def _batch(**fields: Any) -> ForwardBatch:

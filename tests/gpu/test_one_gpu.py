@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     args += ["--ssd-draft-max-total-tokens", "200000", "--ssd-max-branch-rows", "128"]
     with ServerProcess("sgl_ssd.launch_server", args, log=log, ready_path="/health") as server:
         print(server.tail(20))
+        assert re.search(r"draft server ready: .*graphs up to \d+ rows", log.read_text())
         yield server
 
 
