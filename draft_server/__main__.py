@@ -173,7 +173,8 @@ def _build(
     print(
         f"draft server ready: {config.endpoint}, {config.model_path} on {runner.device.type}, "
         f"K={config.num_steps}, fan-out {config.fan_out}, {runner.num_slots} KV tokens, "
-        f"context {runner.context_len}",
+        f"context {runner.context_len}, "
+        + (f"graphs up to {runner.graph_rows} rows" if runner.graph_rows else "no graphs"),
         flush=True,
     )
     return server, close
