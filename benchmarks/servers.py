@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 EXTERNAL_MODELS = "benchmarks.grafted_models"
-SYSTEMS = ("ar", "standalone", "ssd")
+SYSTEMS = ("ar", "tp2", "replicas", "standalone", "ngram", "ssd", "ssd-cpu")
+"""Plain SGLang on one GPU, on two (tensor parallel, two replicas), with a draft model beside the
+target, with n-grams; ours with the draft on a GPU of its own, or on the host's CPU."""
 _SPEC = re.compile(r"(?P<pair>[^:@]+):(?P<system>[^:@]+)(@(?P<steps>\d+))?(?P<gpus>(:\d+){0,2})")
 
 
@@ -67,21 +69,38 @@ class ServerSpec:
     @property
     def name(self) -> str:
         """Unique among the servers of a run."""
-        steps = "" if self.system == "ar" else f"-k{self.steps}"
+        steps = f"-k{self.steps}" if self.speculative else ""
         return f"{self.pair.name}-{self.system}{steps}"
+
+    @property
+    def ours(self) -> bool:
+        return self.system.startswith("ssd")
+
+    @property
+    def speculative(self) -> bool:
+        return self.system not in ("ar", "tp2", "replicas")
 
     def command(self, common: list[str], ssd: list[str]) -> list[str]:
         """Module and flags; `common` go to every system, `ssd` to ours alone."""
-        module = "sgl_ssd.launch_server" if self.system == "ssd" else "sglang.launch_server"
+        module = "sgl_ssd.launch_server" if self.ours else "sglang.launch_server"
         flags = ["--model-path", self.pair.target, "--base-gpu-id", str(self.gpu), *common]
-        if self.system != "ar":
+        if self.system in ("standalone", "ssd", "ssd-cpu"):
             flags += ["--speculative-draft-model-path", self.pair.draft]
             flags += ["--speculative-num-steps", str(self.steps)]
-        if self.system == "standalone":
+        if self.system == "tp2":
+            flags += ["--tp-size", "2"]
+        elif self.system == "replicas":
+            flags += ["--dp-size", "2"]
+        elif self.system == "standalone":
             flags += ["--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1"]
             flags += ["--speculative-num-draft-tokens", str(self.steps + 1)]
-        if self.system == "ssd":
+        elif self.system == "ngram":
+            flags += ["--speculative-algorithm", "NGRAM"]
+            flags += ["--speculative-num-draft-tokens", str(self.steps + 1)]
+        elif self.system == "ssd":
             flags += ["--ssd-draft-base-gpu-id", str(self.draft_gpu), *ssd]
+        elif self.system == "ssd-cpu":
+            flags += ["--ssd-draft-device", "cpu", *ssd]
         return [module, *flags]
 
 
@@ -140,8 +159,13 @@ class Server:
             return
         self._process.wait()
 
+    @property
+    def url(self) -> str:
+        """Base URL without a slash at the end."""
+        return f"http://127.0.0.1:{self.port}"
+
     def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return self.url + path
 
     def get(self, path: str) -> Any:
         """GET, parsed as JSON."""
@@ -171,6 +195,28 @@ class Server:
         """SGLang's internal state; section `ssd` is ours."""
         state: dict[str, Any] = self.get("/server_info")["internal_states"][0]
         return state
+
+
+class Attached(Server):
+    """A server that somebody else has started and will end."""
+
+    def __init__(self, spec: ServerSpec, url: str) -> None:
+        super().__init__(spec, ["attached", url], Path(os.devnull), port=0)
+        self._base = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._base
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def dead(self) -> bool:
+        return False
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        return
 
 
 def wait_ready(servers: list[Server], limit_s: float) -> list[Server]:

@@ -27,7 +27,9 @@ MIN_DRAFTED = 20
 PRIOR_DRAFTS = 50
 FAULTY_SHARE = 0.1
 """Measurements in which more rounds than this found their prompt still in prefill are left out."""
-_SETTING = re.compile(r"K=(?P<steps>\d+)(?: F=(?P<fan_out>\d+))?(?: (?P<backup>\w+))?")
+_SETTING = re.compile(
+    r"K=(?P<steps>\d+)(?: F=(?P<fan_out>\d+))?(?: (?P<backup>none|fast|jit|auto))?"
+)
 
 
 def read(data: Any, pair: str | None = None, temperature: float = 0.0) -> Measurements:
@@ -159,8 +161,9 @@ def setting_of(result: dict[str, Any]) -> Setting | None:
     if match is None:
         return None
     steps, fan_out = int(match["steps"]), int(match["fan_out"] or 0)
-    backup = match["backup"] or ("jit" if result["concurrency"] == 1 else "none")
-    backup = "none" if backup == "fast" else backup
+    backup = match["backup"] or "auto"
+    if backup == "auto":
+        backup = "jit" if result["concurrency"] == 1 else "fast"
     return Setting(steps, (fan_out,) * (steps + 1), backup)
 
 
@@ -183,11 +186,16 @@ def width_of(data: dict[str, Any], result: dict[str, Any]) -> int | None:
 
 
 def from_benchmark(
-    data: dict[str, Any], pair: str | None = None, temperature: float = 0.0
+    data: dict[str, Any],
+    pair: str | None = None,
+    temperature: float = 0.0,
+    as_measured: bool = False,
 ) -> Measurements:
     """From the results of a pair at a temperature. Raises `ConfigError`.
 
-    The miss law is the one whose predicted hit rates come closest to those measured.
+    The miss law is the one whose predicted hit rates come closest to those measured. A run of a
+    server whose chains after full acceptance were short says so (`short_after_full`); the result
+    speaks of a server whose chains are not, unless it is wanted `as_measured`.
     """
     names = sorted({r["pair"] for r in data["results"]})
     pair = pair or (names[0] if len(names) == 1 else None)
@@ -236,8 +244,10 @@ def from_benchmark(
         acceptance=acceptance,
         jit=Curve(jit) if jit else None,
         sync_step=Curve(sync) if sync else None,
+        short_after_full=data.get("short_after_full", 0),
     )
-    return _with_fitted_misses(known, data, ours)
+    fitted = _with_fitted_misses(known, data, ours)
+    return fitted if as_measured else replace(fitted, short_after_full=0)
 
 
 def _answer_ms(result: dict[str, Any]) -> float:

@@ -1,0 +1,48 @@
+"""The benchmark suite's smoke run on the shared servers: every workload and system goes through."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import suite, workloads
+from parity.harness import configure
+from servers import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+def test_smoke(ssd_server: ServerProcess, plain_bundled: ServerProcess, tmp_path):
+    attached = [f"--attach=bundled:ar={plain_bundled.url}"]
+    attached.append(f"--attach=bundled:ssd@12={ssd_server.url}")
+    try:
+        status = suite.main(["--smoke", "--out", str(tmp_path), *attached])
+    finally:
+        configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=4, ssd_backup=2)
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert status == 0 and "failed" not in data, data.get("failed")
+    settings = len(suite.SMOKE.settings)
+    expected = (1 + settings) * (len(workloads.WORKLOADS) + 1)  # one more for random arrivals
+    assert len(data["results"]) == expected
+
+    by_setting: dict[str, list] = {}
+    for r in data["results"]:
+        assert r["tokens_per_s"] > 0
+        if r["system"] == "ssd":
+            by_setting.setdefault(r["setting"], []).append(r["ssd"])
+    assert all(s["drafted"] == 0 for s in by_setting.pop("off"))
+    for setting, counts in by_setting.items():
+        assert sum(s["accepted"] for s in counts) > 0, setting
+        assert any(s["hit_rate"] for s in counts), setting
+    assert "auto" in by_setting["auto"][0]
+
+    greedy = {
+        (r["system"], r["setting"], r["workload"]): r["outputs"]
+        for r in data["results"]
+        if not r["rate"]
+    }
+    for (system, setting, workload), outputs in greedy.items():
+        assert outputs == greedy["ar", "", workload], (system, setting, workload)
+    text = (tmp_path / "report.md").read_text()
+    assert "Random arrivals" in text and "SSD, drafting off" in text
