@@ -143,6 +143,8 @@ def speeds(
             "1 / ((1-a) T)",
             (roof, 0.03),
             xycoords=("data", "axes fraction"),
+            xytext=(-3, 0),
+            textcoords="offset points",
             rotation=90,
             fontsize=7,
             color="#777777",
