@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sgl_ssd.errors import ConfigError
@@ -91,6 +92,12 @@ def validate_server_args(server_args: ServerArgs) -> None:
         "--enable-two-batch-overlap: SSD does not support it",
     )
     _require(not server_args.enable_pdmux, "--enable-pdmux: SSD does not support it")
+    _require(
+        mambaish_config(server_args.get_model_config()) is None,
+        f"--model-path {server_args.model_path}: this model has recurrent layers (Mamba, linear "
+        "attention), whose state SSD cannot take back when a draft is rejected; serve it with "
+        "sglang.launch_server",
+    )
 
 
 def _require(ok: bool, text: str) -> None:

@@ -51,7 +51,7 @@ def _gumbel(bits):  # type: ignore[no-untyped-def]
 
 
 # Not specialized: one compilation serves every batch size.
-@triton.jit(do_not_specialize=["part_size"])
+@triton.jit(do_not_specialize=["part_size"])  # type: ignore[untyped-decorator]
 def _best_of_part(  # type: ignore[no-untyped-def]
     scores,
     temperatures,
@@ -98,7 +98,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     tl.store(part_token + out, tl.min(tl.where(best == top, token, _NO_TOKEN), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
 def _best_of_parts(  # type: ignore[no-untyped-def]
     part_best, part_token, tokens, num_parts, PARTS: tl.constexpr
 ):
@@ -140,7 +140,7 @@ def noisy_argmax(
     num_parts, part_size = split(num_rows, vocab_size)
     best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
     token = torch.empty((num_rows, num_parts), dtype=torch.int32, device=scores.device)
-    with torch.cuda.device_of(scores):
+    with torch.cuda.device_of(scores):  # type: ignore[no-untyped-call]
         _best_of_part[(num_rows, num_parts)](
             scores, temperature.contiguous(), seed.contiguous(), position.contiguous(),
             best, token, scores.stride(0), vocab_size, part_size, BLOCK=BLOCK, num_warps=8,
