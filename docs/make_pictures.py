@@ -32,7 +32,7 @@ def _bar(axes: Axes, row: float, start: float, length: float, colour: str, text:
 
 def timelines() -> None:
     """Three ways to decode, on one time axis: each row is a GPU."""
-    figure, axes = plt.subplots(figsize=(8.4, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
     end = 51.2
     rows = {
         "plain decoding\ntarget": 4.2,
@@ -69,7 +69,7 @@ def timelines() -> None:
 
 def tree() -> None:
     """The speculation cache of one session: the chain in flight, and a branch for each outcome."""
-    figure, axes = plt.subplots(figsize=(8.4, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
     trunk = ["b", "s1", "s2", "s3"]
     tokens = [["t", "u"], ["v", "w"], ["x", "y"], ["z", "q"]]
     hit = (2, 1)
@@ -109,7 +109,7 @@ def _node(axes: Axes, x: float, y: float, text: str, colour: str, size: float) -
 
 def tokens_a_round() -> None:
     """(1 - a^(K+1)) / (1 - a): what K brings for a draft that is right with probability a."""
-    figure, axes = plt.subplots(figsize=(5.6, 3.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5.6, 2.9), layout="constrained")
     lookaheads = range(1, 13)
     for acceptance, colour in ((0.9, TARGET), (0.8, DRAFT), (0.6, RED), (0.4, SOFT)):
         tokens = [sum(acceptance**i for i in range(k + 1)) for k in lookaheads]

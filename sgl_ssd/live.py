@@ -207,6 +207,7 @@ def _waiting(frame: Frame) -> Iterator[str]:
 
 _REMEDIES = {
     "late": "answers came late; smaller K or F would help",
+    "does_not_pay": "plain decoding is faster at this load",
     "resting": "drafting rests after late answers; smaller K or F would help",
     "prefilling": "the draft was still reading their prompts",
     "context": "the draft's context is full; a draft model with a longer one would help",

@@ -137,7 +137,8 @@ def test_branches_without_rows(frame: Frame) -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [("late", "came late"), ("prefilling", "prompts"), ("context", "context is full"),
-     ("no_memory", "KV pool is short"), ("resting", "rests")],
+     ("no_memory", "KV pool is short"), ("resting", "rests"),
+     ("does_not_pay", "plain decoding is faster")],
 )  # fmt: skip
 def test_rounds_without_drafts_name_their_reason(frame: Frame, reason: str, words: str) -> None:
     text = said(frame, without_drafts={reason: 0.12})
