@@ -1,7 +1,8 @@
-"""Folders for sockets and temporary files, of this user alone (mode 0700).
+"""What processes must not leave behind.
 
-A folder is locked by the process that made it. Of one that was killed no lock is left: its folder
-goes when somebody makes the next one.
+Folders for sockets and temporary files are of this user alone (mode 0700). A folder is locked by
+the process that made it. Of one that was killed no lock is left: its folder goes when somebody
+makes the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 import time
+
+import tqdm
 
 PREFIX = "sgl_ssd_run_"
 YOUNG_S = 60.0  # a folder is there a moment before its lock
@@ -35,6 +39,14 @@ def remove_folder(folder: str) -> None:
     lock = _locks.pop(folder, None)
     if lock is not None:
         os.close(lock)
+
+
+def keep_tqdm_in_process() -> None:
+    """Lock progress bars with a lock of this process.
+
+    tqdm's own is a named semaphore, which stays in /dev/shm when the process is killed.
+    """
+    tqdm.tqdm.set_lock(threading.RLock())
 
 
 def _sweep(among: str) -> None:

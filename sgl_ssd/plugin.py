@@ -23,6 +23,7 @@ def _register_ssd() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from sgl_ssd.folders import keep_tqdm_in_process
     from sgl_ssd.scheduler import hooks
     from sgl_ssd.scheduler.algorithm import NAME, SSDAlgorithm, validate_server_args
 
@@ -37,6 +38,7 @@ def _register_ssd() -> None:
 
         return SSDWorker
 
+    keep_tqdm_in_process()
     hooks.install()
 
     from sgl_ssd.scheduler.scheduler import SSDScheduler

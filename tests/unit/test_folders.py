@@ -1,4 +1,4 @@
-"""Folders of a process that was killed go; those of the living stay."""
+"""What killed processes have left goes; what belongs to the living stays."""
 
 from __future__ import annotations
 
@@ -85,3 +85,22 @@ def test_what_may_be_somebody_elses_stays(temporary: Path, monkeypatch: pytest.M
     folders._sweep(str(temporary))
     assert not os.path.exists(folder)
     assert young.exists() and other.exists()
+
+
+BAR = """
+import multiprocessing, sys
+from sgl_ssd.folders import keep_tqdm_in_process
+multiprocessing.set_start_method("spawn")
+if sys.argv[1] == "ours":
+    keep_tqdm_in_process()
+import tqdm.auto
+list(tqdm.auto.tqdm(range(2)))
+print([type(lock).__module__ for lock in getattr(tqdm.tqdm.get_lock(), "locks", [])])
+"""
+
+
+@pytest.mark.parametrize(("whose", "semaphores"), [("tqdm's", 1), ("ours", 0)])
+def test_progress_bars_make_no_named_semaphore(whose: str, semaphores: int) -> None:
+    command = [sys.executable, "-c", BAR, whose]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.count("multiprocessing.synchronize") == semaphores
