@@ -50,10 +50,11 @@ def serve(config: DraftServerConfig, options: ProcessOptions) -> int:
     """
     import setproctitle
 
-    from sgl_ssd.folders import make_folder, remove_folder
+    from sgl_ssd.folders import keep_tqdm_in_process, make_folder, remove_folder
     from sgl_ssd.transport import temporary_files_in
 
     setproctitle.setproctitle("sgl_ssd::draft_server")
+    keep_tqdm_in_process()
     folder = make_folder()
     stop = _StopSignals(folder)
     try:
