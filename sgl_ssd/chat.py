@@ -23,7 +23,7 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an a
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: its text, its tokens, and the seconds to its first and its last piece."""
+    """One answer: its text, its tokens (0: stopped), seconds to its first and last piece."""
 
     text: str
     tokens: int
@@ -34,7 +34,7 @@ class Answer:
         """The read-out below an answer."""
         # The first token comes from the prefill, so its time does not count for the rate.
         decode_s = self.seconds - self.first_s
-        words = [f"{self.tokens} tokens"]
+        words = [f"{self.tokens} tokens" if self.tokens else "stopped"]
         if self.tokens > 1 and decode_s > 0:
             words.append(f"{(self.tokens - 1) / decode_s:.1f} tokens/s")
         words.append(f"first after {1e3 * self.first_s:.0f} ms")
