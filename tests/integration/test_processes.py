@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,9 @@ def _nothing_is_left(server: ServerProcess, family: list[psutil.Process]) -> Non
     folder = server.log.with_suffix("")
     left = [f for f in folder.rglob("*") if "torchinductor" not in str(f)]
     assert not left, left
+    pids = {str(process.pid) for process in family}
+    shared = [f.name for f in Path("/dev/shm").iterdir() if pids & set(re.split("[-_.]", f.name))]
+    assert not shared, shared
 
 
 def test_they_say_the_same_and_share_nothing(servers: dict[str, ServerProcess]) -> None:
