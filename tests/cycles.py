@@ -68,9 +68,7 @@ def shared_memory(processes: set[psutil.Process]) -> set[str]:
         if m.path.startswith(f"{SHM}/") and "(deleted)" not in m.path
     }
     pids = {str(p.pid) for p in processes}
-    return names | {
-        f.name for f in SHM.iterdir() if pids & set(f.name.replace("-", "_").split("_"))
-    }
+    return names | {f.name for f in SHM.iterdir() if pids & set(re.split("[-_.]", f.name))}
 
 
 def _maps(process: psutil.Process) -> list:
