@@ -109,6 +109,7 @@ class Soak:
         self._rig, self._load = rig, load
         self._random = random.Random(seed)
         self.rows: dict[str, Row] = {}
+        self.draft_memory: dict[int, list[float]] = {}  # MiB after each fault, by process id
         self._faults: dict[str, Callable[[], None]] = {
             "none": lambda: time.sleep(5),
             "SIGKILL of the draft server": self._kill,
@@ -117,6 +118,7 @@ class Soak:
             "flush_cache": self._flush,
             "drafting off and on": self._switch,
             "K and fan-out changed": self._configure,
+            "generation paused, in place or retracted, 2 s": self._rest,
             "half of all messages: any of the six": lambda: self._wire(0.5, FAULTS),
         }
         for fault in FAULTS:
@@ -142,6 +144,9 @@ class Soak:
             raise RuntimeError(f"after {name!r}: drafting does not resume; {state}")
         row.resumed.append(time.monotonic() - began)
         row.messages += sum(self._rig.proxy.happened.values()) - before
+        draft = self._rig.draft
+        if draft.process is not None:
+            self.draft_memory.setdefault(draft.process.pid, []).append(draft.memory_mb)
         shown = f"{row.requests} requests, resumed after {row.resumed[-1]:.1f} s"
         print(f"[{time.strftime('%H:%M:%S')}] {name}: {shown}", flush=True)
 
@@ -162,6 +167,12 @@ class Soak:
         self._rig.proxy.faults(share, faults)
         time.sleep(seconds)
         self._rig.proxy.heal()
+
+    def _rest(self) -> None:
+        mode = self._random.choice(("in_place", "retract"))
+        self._rig.server.post("/pause_generation", {"mode": mode})
+        time.sleep(2)
+        self._rig.server.post("/continue_generation", {})
 
     def _flush(self) -> None:
         with suppress(RuntimeError):  # SGLang refuses while requests run
@@ -250,6 +261,8 @@ def main() -> int:
         f"{len(load.errors)} errors\nKV pools whole: {whole}\n"
         "memory of scheduler and (restarted) draft server in MiB, by quarters: "
         f"{[(round(a), round(b)) for a, b in memory]}\n"
+        "memory of each draft server after its first and its last fault: "
+        f"{[(round(m[0]), round(m[-1]), len(m)) for m in soak.draft_memory.values()]}\n"
         f"faults by message: {dict(rig.proxy.happened)}\n"
         f"verifier: {json.dumps({k: v for k, v in state.items() if k != 'draft_stats'})}"
     )
