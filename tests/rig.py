@@ -31,13 +31,14 @@ class DraftProcess:
 
     def __init__(self, endpoint: str, log: Path, *flags: str) -> None:
         self.endpoint, self.log = endpoint, log
+        self.model_path = DRAFT_PATH
         self._flags = flags
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it; returns at once."""
         command = [sys.executable, "-m", "sgl_ssd.draft_server", "--endpoint", self.endpoint]
-        command += ["--model-path", str(DRAFT_PATH), "--device", "cpu", "--die-with-parent"]
+        command += ["--model-path", str(self.model_path), "--device", "cpu", "--die-with-parent"]
         with self.log.open("ab") as sink:
             self.process = subprocess.Popen(
                 [*command, *self._flags], stdout=sink, stderr=subprocess.STDOUT
@@ -88,10 +89,17 @@ class Rig:
         folder.mkdir(parents=True, exist_ok=True)
         self.draft = DraftProcess(self._back, folder / "draft.log", *draft)
         self.proxy = FaultProxy(self._front, self._back, seed=seed)
-        args = ["--device", "cpu", "--dtype", "float32", "--ssd-draft-endpoint", self._front]
+        self.server = self._target("server", self._front, *target)
+
+    def another_target(self, name: str, *flags: str) -> ServerProcess:
+        """One more target on the same draft server, without the proxy; to be started."""
+        return self._target(name, self._back, *flags)
+
+    def _target(self, name: str, endpoint: str, *flags: str) -> ServerProcess:
+        args = ["--device", "cpu", "--dtype", "float32", "--ssd-draft-endpoint", endpoint]
         env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-        log = folder / "server.log"
-        self.server = ServerProcess("sgl_ssd.launch_server", [*args, *target], log=log, env=env)
+        log = self.folder / f"{name}.log"
+        return ServerProcess("sgl_ssd.launch_server", [*args, *flags], log=log, env=env)
 
     @property
     def draft_endpoint(self) -> str:

@@ -1,8 +1,9 @@
-"""Nothing is lost: aborts, retractions, flushes and a draft server that dies."""
+"""Nothing is lost: aborts, retractions, flushes, pauses, new weights, a draft server that dies."""
 
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import threading
 import time
@@ -11,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from parity.harness import compare, configure, send_all, ssd_state
 from servers import ServerProcess
+from sgl_ssd.models import TARGET_PATH
 
 pytestmark = pytest.mark.integration
 
@@ -84,7 +87,7 @@ def test_retraction_keeps_the_text(small_server, prompts):
 
 
 def test_aborts_and_flushes_leave_nothing(small_server, prompts):
-    bodies = _bodies(prompts, 160, seed=1)
+    bodies = _bodies(prompts, 500, seed=1)
     for i, body in enumerate(bodies):
         body["rid"] = f"request-{i}"
     in_flight: set[str] = set()
@@ -174,3 +177,118 @@ def test_losing_the_draft_costs_speed_only(small_server, prompts, number):
     send_all(small_server, bodies[:4], 4)
     assert ssd_state(small_server)["hits"] > before["hits"]
     _wait_for(lambda: _pools_whole(small_server), 20, "pools whole after the loss")
+
+
+# -- pauses, sessions, new weights -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_pause_and_continue(small_server, prompts, mode):
+    """Paused in the middle of 8 requests: nothing moves meanwhile, and the text is the same."""
+    bodies = _bodies(prompts, 10, seed=4)
+    for body in bodies:
+        body["sampling_params"]["max_new_tokens"] = 100
+    configure(small_server, ssd_drafting=0)
+    without = send_all(small_server, bodies, 4)
+    configure(small_server, ssd_drafting=1)
+    before = ssd_state(small_server)
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(_answer, small_server, body) for body in bodies]
+        _wait_for(lambda: ssd_state(small_server)["rounds"] > before["rounds"] + 20, 60, "a start")
+        small_server.post("/pause_generation", {"mode": mode})
+        paused, used = ssd_state(small_server), _cpu_s(small_server)
+        time.sleep(3)
+        state = ssd_state(small_server)
+        now = _cpu_s(small_server)
+        assert max(now[pid] - used[pid] for pid in used) < 0.9, "a pause is a rest"
+        assert (state["verifies"], state["draft"]) == (paused["verifies"], "up")
+        assert (state["open_sessions"] > 0) == (mode == "in_place")
+        assert mode == "abort" or not all(future.done() for future in futures)
+        small_server.post("/continue_generation", {})
+        answers = [future.result() for future in futures]
+    assert (None in answers) == (mode == "abort")
+    if mode == "abort":
+        answers = send_all(small_server, bodies, 4)
+    configure(small_server, ssd_drafting=0)
+    compare(small_server, bodies, without, answers, mode).check()
+    configure(small_server, ssd_drafting=1)
+    assert ssd_state(small_server)["hits"] > before["hits"]
+    _wait_for(lambda: _pools_whole(small_server), 20, "pools whole after a pause")
+
+
+def _cpu_s(server: ServerProcess) -> dict[int, float]:
+    """Seconds of CPU time by process id."""
+    return {p.pid: sum(p.cpu_times()[:2]) for p in server.processes()}
+
+
+def _answer(server: ServerProcess, body):
+    """The answer; None if the request was aborted."""
+    try:
+        answer = server.post("/generate", body, timeout=600)
+    except RuntimeError as e:
+        assert "abort" in str(e).lower(), e
+        return None
+    return None if answer["meta_info"]["finish_reason"]["type"] == "abort" else answer
+
+
+def test_sessions_go_on_from_the_text(small_server, prompts):
+    """Each turn follows what the turn before said, also where that ended inside a run of drafts."""
+    before = ssd_state(small_server)
+    told = {}
+    for drafting in (0, 1):
+        configure(small_server, ssd_drafting=drafting)
+        first = small_server.generate(prompts[7], max_new_tokens=16, temperature=0)["output_ids"]
+        told[drafting] = [
+            _turns(small_server, f"{drafting}-{at}", prompts, first[at]) for at in range(6, 12)
+        ]
+    assert told[0] == told[1]
+    assert ssd_state(small_server)["accepted"] > before["accepted"]
+    _wait_for(lambda: _pools_whole(small_server), 20, "pools whole after sessions")
+    with pytest.raises(RuntimeError, match="400.*does not exist"):
+        _turn(small_server, "closed", None, prompts[3], -1)
+
+
+def _turns(server: ServerProcess, name: str, prompts, stop: int) -> list[tuple[int, list[int]]]:
+    """Three turns of a SGLang session, each until `stop` comes: tokens before it, and its own."""
+    server.post("/open_session", {"capacity_of_str_len": 10000, "session_id": name})
+    said, rid = [], None
+    for prompt in (prompts[7], prompts[3], prompts[2]):
+        answer = _turn(server, name, rid, prompt, stop)
+        rid = answer["meta_info"]["id"]
+        said.append((answer["meta_info"]["prompt_tokens"], answer["output_ids"]))
+    server.post("/close_session", {"session_id": name})
+    return said
+
+
+def _turn(server: ServerProcess, name: str, rid: str | None, prompt: list[int], stop: int):
+    body = {
+        "input_ids": prompt,
+        "session_params": {"id": name, "rid": rid},
+        "sampling_params": {"max_new_tokens": 24, "temperature": 0, "stop_token_ids": [stop]},
+    }
+    return server.post("/generate", body)
+
+
+def test_new_weights_for_the_target(small_server, prompts, tmp_path):
+    """The text is that of the new weights at once; drafts go on, right or wrong."""
+    other = tmp_path / "other"
+    shutil.copytree(TARGET_PATH, other)
+    (weights,) = other.glob("*.safetensors")
+    tensors = load_file(weights)
+    changed = max(name for name in tensors if "down_proj" in name)
+    tensors[changed] = -tensors[changed]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    bodies = _bodies(prompts, 8, seed=5)
+    texts = []
+    for path in (TARGET_PATH, other, TARGET_PATH):
+        answer = small_server.post("/update_weights_from_disk", {"model_path": str(path)})
+        assert answer["success"], answer
+        before = ssd_state(small_server)
+        ours = send_all(small_server, bodies, 4)
+        assert ssd_state(small_server)["accepted"] > before["accepted"]
+        configure(small_server, ssd_drafting=0)
+        without = send_all(small_server, bodies, 4)
+        compare(small_server, bodies, without, ours, path.name).check()
+        configure(small_server, ssd_drafting=1)
+        texts.append([answer["output_ids"] for answer in without])
+    assert texts[0] == texts[2] != texts[1]
