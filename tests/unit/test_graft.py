@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.pairs import prove_graft
 from benchmarks.pairs.graft import (
     SHAPES,
     Grafter,
@@ -116,3 +117,29 @@ def test_writes_a_folder_without_large_files(tmp_path: Path):
     assert config["rms_norm_eps"] == pytest.approx(1e-5 / 16)
     assert (tmp_path / "tokenizer.json").exists()
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) < 20e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["0.6b", "1b"])
+def test_same_logits_at_the_full_size_of_a_draft(name: str):
+    ids = prove_graft.prompts(DRAFT_PATH)[:1]
+    found = prove_graft.prove(DRAFT_PATH, SHAPES[name], ids)
+    assert found.largest < 1e-3 and found.same_best == 1.0
+
+
+def test_same_logits_to_rounding_in_bf16():
+    """As near to the small model's bf16 logits as those are to its fp32 ones."""
+    ids = prove_graft.prompts(TARGET_PATH)
+    exact, _ = prove_graft.small_logits(TARGET_PATH, ids, "cpu", torch.float32)
+    rounded, _ = prove_graft.small_logits(TARGET_PATH, ids, "cpu", torch.bfloat16)
+    rounding = prove_graft.Difference.of(exact, rounded)
+    found = prove_graft.prove(TARGET_PATH, BIG, ids, dtype=torch.bfloat16)
+    assert found.mean < 1.5 * rounding.mean and found.largest < 2 * rounding.largest
+    assert found.same_best > 0.95
+
+
+def test_a_wrong_graft_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    norm = Grafter._norm
+    monkeypatch.setattr(Grafter, "_norm", lambda self, weight: norm(self, weight) * 1.01)
+    found = prove_graft.prove(TARGET_PATH, BIG, prove_graft.prompts(TARGET_PATH)[:1])
+    assert found.largest > 1e-2
