@@ -133,8 +133,12 @@ def test_card_states_the_figures(folder: Path) -> None:
             assert figure in card, (role, figure)
     for name, result in report["evaluation"].items():
         assert f"| {name} | {result['acceptance']:.3f} |" in card
-        if "T=0" in name:
+        if "T=0" in name and "same contexts" not in name:
             assert result["acceptance"] >= 0.70, name
+    for name in (n for n in report["evaluation"] if "T=1" in n and "same contexts" in n):
+        coupled = report["evaluation"][name]["hit"]
+        greedy = report["evaluation"][name.replace("T=1", "T=0")]["hit"]
+        assert all(coupled[f] > greedy[f] - 0.12 for f in coupled if int(f) >= 3), name
 
 
 # -- tokenizer and chat template ----------------------------------------------------------------
