@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import random
+import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from channels import Fault
 from draft_double import DraftDouble, Script
 from parity.harness import compare, configure, send_all, ssd_state
 from rig import Gaps, Rig, eventually, stream
+from servers import ServerProcess
 from sgl_ssd import protocol
-from sgl_ssd.models import TARGET_PATH
+from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 from sgl_ssd.transport import ZmqClient, private_ipc_endpoint, remove_private_ipc
 from sgl_ssd.vocabulary import read_vocabulary
 
@@ -206,6 +214,8 @@ def test_a_pool_far_too_small_for_the_crowd(rig: Rig, prompts: list[list[int]]) 
     answers = send_all(rig.server, crowd, 24)
     after = ssd_state(rig.server)
     assert after["outcomes"]["no_memory"] > before["outcomes"]["no_memory"], "the pool was short"
+    for name in ("branches", "branches_short_of_memory", "starved"):
+        assert after["draft_stats"][name] > before["draft_stats"][name], name
     assert after["draft"] == "up" and rig.draft.running
     configure(rig.server, ssd_drafting=0)
     without = send_all(rig.server, crowd[:6], 3)
@@ -293,3 +303,60 @@ def test_a_rowdy_second_verifier(rig: Rig, bodies: Any, expected: Any) -> None:
     assert during["draft_stats"]["malformed"] > before["draft_stats"]["malformed"]
     assert eventually(lambda: ssd_state(rig.server)["draft_stats"].get("peers") == 1, 20), "lease"
     assert_drafting_resumes(rig, bodies)
+
+
+def test_two_targets_share_a_draft_server(rig: Rig, bodies: Any, expected: Any) -> None:
+    """Both draft and hit; one is killed with requests in flight, the other goes on."""
+    second = rig.another_target("second")
+    servers = (rig.server, second)
+    with second:
+        assert eventually(lambda: ssd_state(second)["draft"] == "up", 60)
+        before = [ssd_state(server) for server in servers]
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda server: send_all(server, bodies, 4), servers))
+        after = [ssd_state(server) for server in servers]
+        for i, server in enumerate(servers):
+            same(rig, bodies, expected, answers[i], server.log.stem)
+            assert after[i]["hits"] > before[i]["hits"], server.log.stem
+        assert after[0]["draft_stats"]["peers"] == 2
+        long = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1500}}
+        for _ in range(3):
+            threading.Thread(target=_ask_in_vain, args=(second, long), daemon=True).start()
+        assert eventually(lambda: ssd_state(rig.server)["draft_stats"]["sessions"] == 3, 30)
+        family = second.processes()
+        second.process.send_signal(signal.SIGKILL)  # type: ignore[union-attr]
+        run(rig, bodies, expected, "the other is killed")
+        assert not psutil.wait_procs(family, timeout=20)[1]
+    assert eventually(lambda: ssd_state(rig.server)["draft_stats"]["peers"] == 1, 20), "lease"
+    assert_drafting_resumes(rig, bodies)
+
+
+def _ask_in_vain(server: ServerProcess, body: dict[str, Any]) -> None:
+    with suppress(OSError, RuntimeError):
+        server.post("/generate", body)
+
+
+# -- another draft model ---------------------------------------------------------------------------
+
+
+def test_new_weights_for_the_draft(rig: Rig, bodies: Any, expected: Any, tmp_path: Path) -> None:
+    """Started again with other weights, it drafts from them; the text stays."""
+    other = tmp_path / "other"
+    shutil.copytree(DRAFT_PATH, other)
+    (weights,) = other.glob("*.safetensors")
+    tensors = load_file(weights)
+    noise = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if "down_proj" in name:
+            tensor += 0.02 * torch.randn(tensor.shape, generator=noise)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    rig.draft.model_path = other
+    try:
+        assert rig.draft.stop() == 0
+        rig.draft.start()
+        run(rig, bodies, expected, "no draft server")
+        assert eventually(lambda: ssd_state(rig.server)["draft_model"] == str(other), 120)
+        run(rig, bodies, expected, "other weights")
+        assert_drafting_resumes(rig, bodies)
+    finally:
+        rig.draft.model_path = DRAFT_PATH
