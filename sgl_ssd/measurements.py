@@ -52,11 +52,6 @@ def from_numbers(data: dict[str, Any]) -> Measurements:
     """Measurements that are written down as such. Raises `ConfigError`."""
     try:
         acceptance = data["acceptance"]
-        optional = {
-            field: Curve(data[name])
-            for name, field in (("jit_ms", "jit"), ("sync_step_ms", "sync_step"))
-            if data.get(name)
-        }
         return Measurements(
             verify=Curve(data["verify_ms"]),
             plain=Curve(data["plain_ms"]),
@@ -65,7 +60,8 @@ def from_numbers(data: dict[str, Any]) -> Measurements:
             acceptance=tuple(acceptance) if isinstance(acceptance, list) else (float(acceptance),),
             miss=MissLaw(**data.get("miss", {})),
             fast=tuple(data.get("fast", ())),
-            **optional,
+            jit=Curve(data["jit_ms"]) if data.get("jit_ms") else None,
+            sync_step=Curve(data["sync_step_ms"]) if data.get("sync_step_ms") else None,
         )
     except (KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"measurements: {type(e).__name__}: {e}") from None
@@ -274,7 +270,7 @@ def _with_fitted_misses(
 
     def error(law: MissLaw) -> float:
         tried = replace(m, miss=law)
-        return sum((predict(tried, s, w).hit_rate - hit) ** 2 for s, w, hit in cases)
+        return float(sum((predict(tried, s, w).hit_rate - hit) ** 2 for s, w, hit in cases))
 
     laws = [MissLaw(c / 20, r / 20) for c in range(2, 21, 2) for r in range(3, 37, 4)]
     return replace(m, miss=min(laws, key=error))
