@@ -36,7 +36,10 @@ FIRST_PROBE = 64
 PROBE_ROUNDS = 8
 PROBE_S = 60.0
 TRIAL_ROUNDS = 32
-SETTLE_ROUNDS = 4  # after a switch: drafts of none, sessions that catch up
+SETTLE_ROUNDS = 4  # after a switch
+# After a rest the draft server reads what it has missed. Rounds in which more of the rows than this
+# wait for that say nothing of drafting, for so many rounds at most.
+CATCHING_UP, PATIENCE_ROUNDS = 0.1, 8 * TRIAL_ROUNDS
 REST_S, LONGEST_REST_S = 10.0, 300.0
 MARGIN = 0.03
 # Settings.
@@ -83,6 +86,7 @@ class PayOff:
         self.drafted, self.plain = Rate(), Rate()
         self.phase = Phase.DRAFT
         self._left, self._settle = FIRST_PROBE, SETTLE_ROUNDS
+        self._patience = 0
         self._due, self._rest_s = 0.0, REST_S
 
     @property
@@ -90,8 +94,16 @@ class PayOff:
         """Whether the next round shall have drafts."""
         return self.phase in (Phase.DRAFT, Phase.TRIAL)
 
-    def observe(self, tokens: float, rows: int, seconds: float, now: float) -> None:
-        """A round of `rows` requests is over; `tokens` were committed meanwhile."""
+    def observe(
+        self, tokens: float, rows: int, seconds: float, now: float, prefilling: int = 0
+    ) -> None:
+        """A round of `rows` requests is over; `tokens` were committed meanwhile.
+
+        `prefilling` of the rows had no drafts because the draft server had not read their text yet.
+        """
+        if self._patience > 0 and prefilling > CATCHING_UP * rows:
+            self._patience -= 1
+            return
         if self._settle > 0:
             self._settle -= 1
             return
@@ -121,6 +133,7 @@ class PayOff:
 
     def _enter(self, phase: Phase, rounds: int) -> None:
         self.phase, self._left, self._settle = phase, rounds, SETTLE_ROUNDS
+        self._patience = PATIENCE_ROUNDS if phase is Phase.TRIAL else 0
 
     def _draft(self, now: float) -> None:
         self._due = now + PROBE_S
@@ -180,7 +193,7 @@ class Tuner:
         self.pay_offs: dict[int, PayOff] = {}
         self.changes = 0
         self.expected: Prediction | None = None
-        self._committed = 0
+        self._committed = self._prefilling = 0
         self._size = 0
         self._rounds_of_size = 0
         self._start: Setting | None = None
@@ -215,6 +228,8 @@ class Tuner:
         seconds = self.times.launched(now, rows, width, self._stats.wait.total)
         committed = self._stats.rounds + self._stats.accepted
         tokens, self._committed = committed - self._committed, committed
+        late = self._stats.reasons["prefilling"]
+        prefilling, self._prefilling = late - self._prefilling, late
         if not self.active or not drafting or self._client.server is None:  # type: ignore[union-attr]
             self.paused = False
             return
@@ -224,7 +239,7 @@ class Tuner:
         pay_off = self.pay_offs.setdefault(size, PayOff())
         if seconds is not None:
             before = pay_off.phase
-            pay_off.observe(tokens, rows, seconds, now)
+            pay_off.observe(tokens, rows, seconds, now, prefilling)
             if Phase.REST in (before, pay_off.phase) and before is not pay_off.phase:
                 logger.info("drafting at %d requests: %s", size, pay_off.phase.value)
         self.paused = not pay_off.drafting

@@ -15,7 +15,15 @@ from sgl_ssd.planner import Curve, Deployment, Measurements, MissLaw, Setting
 from sgl_ssd.scheduler import settings
 from sgl_ssd.scheduler.round_times import RoundTimes, size_class
 from sgl_ssd.scheduler.stats import SSDStats
-from sgl_ssd.scheduler.tuner import PROBE_S, REST_S, Tuner
+from sgl_ssd.scheduler.tuner import (
+    PROBE_S,
+    REST_S,
+    SETTLE_ROUNDS,
+    TRIAL_ROUNDS,
+    PayOff,
+    Phase,
+    Tuner,
+)
 
 K = 8
 TRUTH = Measurements(
@@ -156,6 +164,33 @@ def test_begins_again_when_drafting_pays_again():
     assert machine.paused_rounds / machine.rounds < fraction
 
 
+def test_a_trial_waits_until_the_draft_server_has_caught_up():
+    pay_off, now = PayOff(), 0.0
+
+    def rounds(count: int, tokens: int, prefilling: int = 0) -> None:
+        nonlocal now
+        for _ in range(count):
+            now += 0.02
+            pay_off.observe(tokens, 8, 0.02, now, prefilling)
+
+    while pay_off.phase is not Phase.REST:  # drafting yields less than a token a request
+        rounds(1, 6)
+    while pay_off.phase is not Phase.TRIAL:
+        rounds(1, 8)
+    rounds(200, 8, prefilling=8)
+    assert pay_off.phase is Phase.TRIAL
+    rounds(SETTLE_ROUNDS + TRIAL_ROUNDS, 16)
+    assert pay_off.phase is Phase.DRAFT
+
+
+def test_a_draft_server_that_never_catches_up_is_left_to_rest():
+    pay_off, now = PayOff(), 0.0
+    for _ in range(3000):
+        now += 0.02
+        pay_off.observe(8, 8, 0.03 if pay_off.drafting else 0.02, now, prefilling=8)
+    assert pay_off.phase is Phase.REST
+
+
 def test_each_size_of_batch_is_judged_alone():
     weak = replace(TRUTH, acceptance=(0.6,), verify=Curve([(5, 20.0), (64, 60.0), (320, 300.0)]))
     machine = Machine(weak)
@@ -274,7 +309,7 @@ def _worker() -> Any:
     machine = Machine(fan_out_auto=False)
     return SimpleNamespace(
         drafting=True, verification="coupled", client=machine.client, tuner=machine.tuner,
-        num_steps=K,
+        num_steps=K, saguaro_c=1.0, proposal_top_m=64, config=SimpleNamespace(proposal_top_m=64),
     )  # fmt: skip
 
 
@@ -290,6 +325,21 @@ def test_auto_by_number():
     settings.apply(worker, {"ssd_fan_out": 2})
     assert not worker.tuner.active and worker.client.fan_out == [2] * 4
     assert worker.client.backup == "auto"
+
+
+def test_saguaro_and_the_size_of_proposals():
+    worker = _worker()
+    settings.apply(worker, {"ssd_saguaro_c": 0.25, "ssd_proposal_top_m": 3})
+    assert (worker.saguaro_c, worker.proposal_top_m) == (0.25, 3)
+    settings.apply(worker, {"ssd_drafting": 0})
+    assert (worker.saguaro_c, worker.proposal_top_m) == (0.25, 3)
+    for bad in (
+        {"ssd_saguaro_c": 0}, {"ssd_saguaro_c": 1.5}, {"ssd_saguaro_c": True},
+        {"ssd_proposal_top_m": 0}, {"ssd_proposal_top_m": 65}, {"ssd_proposal_top_m": 2.5},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            settings.apply(worker, bad)
+        assert (worker.saguaro_c, worker.proposal_top_m) == (0.25, 3)
 
 
 @pytest.mark.parametrize("values", [{"ssd_fan_out": -2}, {"ssd_num_steps": -2}])
