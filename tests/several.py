@@ -115,8 +115,10 @@ def three_servers(folder: Path, bodies: list[dict[str, Any]], seconds: float) ->
     states = [ssd_state(server) for server in servers]
     verdict = differences(servers[0], bodies, expected, loads)
     processes = family(mark)
-    with ThreadPoolExecutor(3) as pool:
-        codes = list(pool.map(lambda server: server.stop(60), servers))
+    firsts = [server.process for server in servers if server.process is not None]
+    for first in firsts:
+        first.send_signal(signal.SIGTERM)
+    codes = [first.wait(60) for first in firsts]
     _, alive = psutil.wait_procs(processes, timeout=20)
     files = [f for name in "abc" for f in (folder / name).rglob("*")]
     left = [str(f) for f in files if "torchinductor" not in str(f)]
