@@ -162,9 +162,22 @@ def _build(
     )
     http = None
     if config.http_port is not None:
-        from sgl_ssd.draft_server.http import HttpSide
+        from sgl_ssd.draft_server.http import HttpSide, Source
 
-        http = HttpSide(config.http_port, lambda: server.snapshot, lambda: server.alive)
+        source = Source(
+            lambda: server.snapshot,
+            {
+                "model_path": config.model_path,
+                "device": ready.device,
+                "num_steps": str(config.num_steps),
+            },
+            {
+                "step": ("Time of a build step.", engine.stats.step_time),
+                "build": ("From an answer to the complete cache.", engine.stats.build_time),
+                "jit": ("Time of a just-in-time draft.", engine.stats.jit_time),
+            },
+        )
+        http = HttpSide(config.http_port, source, lambda: server.alive)
 
     def close() -> None:
         channel.close()

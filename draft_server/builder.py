@@ -42,6 +42,7 @@ class Builder:
         self.context_len = context_len
         self._builds: deque[Draft] = deque()
         self._in_flight: deque[tuple[StepBatch, HostCopy, float]] = deque()
+        self._stepped_at = 0.0
 
     @property
     def busy(self) -> bool:
@@ -72,9 +73,9 @@ class Builder:
         if any(fork.late for fork in added):
             draft.feed = make_feed(draft.tokens, cache.chain, kv.length, end, draft.generation)
             self._attach_late(draft, draft.feed, added)
-        draft.built_at = None
+        draft.built_at, draft.planned_at = None, time.monotonic()
         if draft.feed is None and cache.complete:
-            draft.built_at = time.monotonic()
+            draft.built_at = draft.planned_at
         elif not draft.building:
             draft.building = True
             self._builds.append(draft)
@@ -132,7 +133,7 @@ class Builder:
             return time.monotonic() - draft.built_at
         cache = draft.cache
         left = int(((cache.goal - cache.length) * cache.alive).max(initial=0))
-        return -(left + (draft.feed is not None)) * self._stats.mean_step_s
+        return -(left + (draft.feed is not None)) * self._stats.step_time.mean
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -180,7 +181,10 @@ class Builder:
         while self._in_flight and (wait or self._in_flight[0][1].ready()):
             batch, copy, begin = self._in_flight.popleft()
             ids = copy.get()
-            self._stats.step(batch.size, time.perf_counter() - begin)
+            now = time.perf_counter()
+            # The device runs one step after the other: the second of two in flight has waited.
+            self._stats.step(batch.size, max(begin, self._stepped_at), now)
+            self._stepped_at = now
             for part in batch.parts:
                 self._store(part, ids[part.offset :])
 
@@ -196,6 +200,7 @@ class Builder:
             cache.store(part.branches, part.step, lanes)
         if draft.feed is None and cache.complete:
             draft.built_at = time.monotonic()
+            self._stats.build(len(cache.depth), draft.planned_at, draft.built_at)
 
     def _store_feed(self, draft: Draft, feed: Feed, ids: np.ndarray) -> None:
         n, cache = len(draft.tokens), draft.cache

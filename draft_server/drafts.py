@@ -46,6 +46,7 @@ class Draft:
     generation: int = 0
     feed: Feed | None = None
     building: bool = False
+    planned_at: float = 0.0  # when the build was begun
     built_at: float | None = None  # when the build was complete; None: not yet
     ahead_s: float = 0.0  # how long before the last news that was; negative: behind
 

@@ -6,6 +6,7 @@ the next round, and `work` (one decode step over all sessions, one chunk of pref
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from sgl_ssd.draft_server.stats import EngineStats
 from sgl_ssd.draft_server.steps import Stepper
 from sgl_ssd.ngram import ngram_continuation
 from sgl_ssd.protocol import Status
+from sgl_ssd.recorder import Recorder
+
+logger = logging.getLogger(__name__)
 
 MIN_WIDTH = 8
 _STATUS = {
@@ -94,6 +98,7 @@ class DraftEngine:
     def prefilled(self, draft: Draft, guesses: np.ndarray | None) -> None:
         """The prefill queue is done; `guesses` [width] for the next token if every one has KV."""
         draft.stage = Stage.READY
+        logger.debug("a prompt of %d tokens is in", len(draft.tokens))
         self._ready[draft.owner] += 1
         draft.cache.guesses = [] if guesses is None else [guesses]
         self.plan(draft)
@@ -243,6 +248,11 @@ class DraftEngine:
                 return share // mine
             left -= min(share, count * useful)
         return left
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """Whoever is in here gets spans of build steps, builds and prefills."""
+        return self.stats.recorders
 
     @property
     def busy(self) -> bool:

@@ -6,44 +6,110 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import orjson
 import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from sgl_ssd.errors import ConfigError
+from sgl_ssd.metrics import TIME_BUCKETS, TimeHistogram
 
 logger = logging.getLogger(__name__)
 
 GAUGES = {
-    "peers",
-    "sessions",
-    "ready_sessions",
-    "prefill_queue",
-    "kv_total",
-    "kv_available",
-    "kv_evictable",
-    "build_step_ms",
-    "jit_ms",
-    "branch_rows",
+    "peers": "Verifiers that are connected.",
+    "sessions": "Open sessions.",
+    "ready_sessions": "Sessions that have their prompt in and are drafted for.",
+    "prefill_queue": "Prompts that wait, or are being read.",
+    "kv_total": "KV slots.",
+    "kv_available": "Free KV slots.",
+    "kv_evictable": "KV slots of cached prefixes.",
+    "build_step_ms": "Mean time of a build step since the start.",
+    "jit_ms": "Mean time of a just-in-time draft since the start.",
+    "launch_ms": "Mean host time to issue a build step since the start.",
+    "branch_rows": "Mean rows of a build step since the start.",
 }
+COUNTERS = {
+    "build_steps": "Build steps.",
+    "jits": "Just-in-time drafts.",
+    "prefill_tokens": "Prompt tokens computed.",
+    "prefill_cached_tokens": "Prompt tokens that were in the cache.",
+    "branches": "Branches that were planned.",
+    "branches_short_of_rows": "Branches left out, all rows of a step being taken.",
+    "branches_short_of_memory": "Branches left out for want of KV slots.",
+    "starved": "How often a prompt had to wait for KV slots.",
+    "rounds": "Questions answered.",
+    "rows": "Rows of questions answered.",
+    "hits": "Rows whose outcome was predicted.",
+    "partials": "Rows whose outcome was predicted in part.",
+    "misses": "Rows whose outcome was not predicted.",
+    "backups": "Rows answered with a backup.",
+    "empty": "Rows without a prediction and without a backup.",
+    "prefilling": "Rows whose prompt was not in yet.",
+    "need": "Rows whose news left a gap.",
+    "unknown": "Rows of unknown sessions.",
+    "context": "Rows beyond the draft's context.",
+    "no_memory": "Rows for which there was no KV.",
+    "malformed": "Messages dropped.",
+    "refused": "Messages refused with an error.",
+    "expired_peers": "Verifiers that were silent for the lease.",
+    "expired_sessions": "Sessions whose end got lost.",
+    "unanswered": "Questions that a newer one replaced.",
+    "unsent": "Answers that did not get out.",
+}
+PREFIX = "ssd_draft_"
 MAX_REQUEST_BYTES = 8 << 10
 REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 10.0
 
 
-class _Collector:
-    """Turns the flat summary into metrics `ssd_draft_*`."""
+@dataclass(frozen=True)
+class Source:
+    """Where the figures come from; read in the thread that serves.
 
-    def __init__(self, summary: Callable[[], dict[str, float]]) -> None:
-        self._summary = summary
+    `info` are labels, `numbers` all counts by name, `times` have a text and what was counted.
+    """
+
+    numbers: Callable[[], dict[str, float]]
+    info: dict[str, str] = field(default_factory=dict)
+    times: dict[str, tuple[str, TimeHistogram]] = field(default_factory=dict)
+
+
+class _Collector:
+    """Turns numbers and times into metrics `ssd_draft_*`; `docs/metrics.md` lists them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in self._summary().items():
-            text = name.replace("_", " ")
-            family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            yield family(f"ssd_draft_{name}", f"Draft server: {text}", value=value)
+        """All of them, as they are now."""
+        info = GaugeMetricFamily(
+            f"{PREFIX}info", "This draft server.", labels=list(self._source.info)
+        )
+        info.add_metric(list(self._source.info.values()), 1)
+        yield info
+        numbers = self._source.numbers()
+        for names, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
+            for name, text in names.items():
+                if name in numbers:
+                    yield family(PREFIX + name, text, value=numbers[name])
+        for name, (text, times) in self._source.times.items():
+            yield _histogram(f"{PREFIX}{name}_seconds", text, times)
+
+
+def _histogram(name: str, text: str, times: TimeHistogram) -> HistogramMetricFamily:
+    counts = list(accumulate(list(times.buckets)))
+    bounds = [str(bound) for bound in TIME_BUCKETS] + ["+Inf"]
+    buckets = list(zip(bounds, counts, strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=times.total)
 
 
 class HttpSide:
@@ -52,12 +118,10 @@ class HttpSide:
     `/health` answers 503 while `alive` is false.
     """
 
-    def __init__(
-        self, port: int, summary: Callable[[], dict[str, float]], alive: Callable[[], bool]
-    ) -> None:
-        self._summary, self._alive = summary, alive
+    def __init__(self, port: int, source: Source, alive: Callable[[], bool]) -> None:
+        self._source, self._alive = source, alive
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(summary))
+        self._registry.register(_Collector(source))
         self._loop = uvloop.new_event_loop()
         self._started = threading.Event()
         self._error: OSError | None = None
@@ -111,7 +175,7 @@ class HttpSide:
         if path == b"/health":
             return "200 OK", "text/plain", b"ok\n"
         if path == b"/stats":
-            return "200 OK", "application/json", orjson.dumps(self._summary())
+            return "200 OK", "application/json", orjson.dumps(self._source.numbers())
         if path == b"/metrics":
             return "200 OK", "text/plain; version=0.0.4", generate_latest(self._registry)
         return "404 Not Found", "text/plain", b"not found\n"

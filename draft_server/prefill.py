@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from sgl_ssd.draft_server.drafts import Draft
 from sgl_ssd.draft_server.proposals import HostCopy
 from sgl_ssd.draft_server.stats import EngineStats
 from sgl_ssd.draft_server.steps import Stepper
+from sgl_ssd.protocol import SpanKind
 
 SHARED_PREFIX = 32
 """Prompts that begin alike for this long wait for each other, to share what one has computed."""
@@ -51,7 +53,7 @@ class PrefillQueue:
         self._give_back = give_back
         self._waiting: deque[Draft] = deque()
         self._short_at = 0  # what was free when the first in the queue found too little
-        self._in_flight: tuple[list[Chunk], HostCopy] | None = None
+        self._in_flight: tuple[list[Chunk], HostCopy, float] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -95,7 +97,8 @@ class PrefillQueue:
         tokens = np.concatenate([np.array(d.tokens[a:b], np.int64) for d, a, b, _ in chunks])
         for draft, _, end, _ in chunks:
             draft.home.fed = end
-        self._in_flight = (chunks, self._stepper.extend(rows, starts, lengths, tokens))
+        begin = time.perf_counter()
+        self._in_flight = (chunks, self._stepper.extend(rows, starts, lengths, tokens), begin)
         self._stats.prefill_tokens += len(tokens)
         if self._stepper.synchronous:
             self._collect()
@@ -145,8 +148,10 @@ class PrefillQueue:
     def _collect(self) -> None:
         if not self._in_flight or not self._in_flight[1].ready():
             return
-        chunks, copy = self._in_flight
+        chunks, copy, begin = self._in_flight
         self._in_flight = None
+        count = sum(end - start for _, start, end, _ in chunks)
+        self._stats.record(SpanKind.DRAFT_PREFILL, begin, time.perf_counter(), count)
         for (draft, _, end, last), guesses in zip(chunks, copy.get(), strict=True):
             if draft not in self._waiting or draft.kv is None:
                 continue  # closed meanwhile

@@ -26,12 +26,16 @@ from sgl_ssd.protocol import (
     Ping,
     Pong,
     Ready,
+    Record,
+    SpanKind,
+    Spans,
     Speculate,
     Speculations,
     Status,
     decode,
     encode,
 )
+from sgl_ssd.recorder import Recorder
 from sgl_ssd.transport import ServerChannel
 
 logger = logging.getLogger(__name__)
@@ -74,6 +78,9 @@ class Engine(Protocol):
 
     def summary(self) -> dict[str, float]: ...
 
+    @property
+    def recorders(self) -> list[Recorder]: ...
+
 
 class DraftServer:
     """One loop, one thread, one engine, many verifiers.
@@ -101,6 +108,7 @@ class DraftServer:
         self._asked: dict[bytes, Speculate] = {}
         self._housekeeping_at = 0.0
         self._errors_left = ERRORS_PER_S
+        self._recorders: dict[bytes, Recorder] = {}  # of verifiers that write a timeline
         self.snapshot: dict[str, float] = {}  # for other threads; a second old at most when busy
         self._turned_at = clock()
         self._stop = False
@@ -111,6 +119,7 @@ class DraftServer:
             Configure: self._configure,
             Flush: self._flush,
             Ping: self._ping,
+            Record: self._record,
         }
 
     def stop(self) -> None:
@@ -274,6 +283,27 @@ class DraftServer:
 
     def _ping(self, peer: Peer, message: Ping) -> None:
         self._send(peer.identity, Pong(nonce=message.nonce, stats=self.summary()))
+        if peer.identity in self._recorders:
+            self._send_spans(peer.identity)
+
+    def _record(self, peer: Peer, message: Record) -> None:
+        if message.on:
+            self._recorders[peer.identity] = Recorder()
+            self._engine.recorders[:] = self._recorders.values()
+        elif peer.identity in self._recorders:
+            self._send_spans(peer.identity, last=True)
+            self._forget_recorder(peer.identity)
+
+    def _send_spans(self, identity: bytes, last: bool = False) -> None:
+        spans = self._recorders[identity].drain()
+        marks = np.array([(kind, id_, count) for kind, _, _, id_, count in spans], np.int64)
+        times = np.array([(begin, end) for _, begin, end, _, _ in spans], np.float64)
+        shaped = {"marks": marks.reshape(-1, 3), "times": times.reshape(-1, 2)}
+        self._send(identity, Spans(num=len(spans), last=last, **shaped))
+
+    def _forget_recorder(self, identity: bytes) -> None:
+        if self._recorders.pop(identity, None) is not None:
+            self._engine.recorders[:] = self._recorders.values()
 
     def _speculate(self, peer: Peer, message: Speculate) -> None:
         earlier = self._asked.get(peer.identity)
@@ -283,6 +313,7 @@ class DraftServer:
                 return
             self._take_in(peer, earlier)
         self._asked[peer.identity] = message
+        peer.asked_at = self._clock()
 
     # -- answering -----------------------------------------------------------------------------
 
@@ -328,7 +359,9 @@ class DraftServer:
         return self._engine.advance(session.draft, new)
 
     def _answer_one(self, peer: Peer, message: Speculate) -> None:
+        begin = self._clock()
         rows = self._take_in(peer, message)
+        taken_in = self._clock()
         missed = [i for i, (session, status, _) in enumerate(rows) if session and status is None]
         if missed:
             kind = peer.backup
@@ -339,6 +372,13 @@ class DraftServer:
                 session, _, have = rows[i]
                 rows[i] = (session, status, have)
             self.stats.misses += len(missed)
+        recorder = self._recorders.get(peer.identity)
+        if recorder is not None:
+            now, id_ = self._clock(), message.round_id
+            recorder.add(SpanKind.ADOPT, begin, taken_in, count=len(rows))
+            if missed:
+                recorder.add(SpanKind.BACKUP, taken_in, now, count=len(missed))
+            recorder.add(SpanKind.ANSWER, peer.asked_at, now, id_, len(rows))
         self._send(peer.identity, self._speculations(peer, message, rows))
         self.stats.rounds += 1
         self.stats.rows += len(rows)
@@ -396,6 +436,7 @@ class DraftServer:
         self._errors_left = ERRORS_PER_S
         for peer in self.peers.expire(now):
             logger.warning("verifier %s is silent: its sessions are closed", peer.hello.verifier)
+            self._forget_recorder(peer.identity)
             self.stats.expired_peers += 1
             for session in peer.sessions.values():
                 self._engine.close(session.draft)

@@ -40,6 +40,7 @@ class Peer:
     last_seen: float
     generation: int = 0
     sessions: dict[int, Session] = field(default_factory=dict)
+    asked_at: float = 0.0  # when its newest question came
 
     def namespace(self, extra_key: str) -> str:
         """The radix tree's namespace: prefixes are shared within one verifier only.

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgl_ssd.draft_server.measured import GuessRanks, StepTimes
-from sgl_ssd.protocol import Status
+from sgl_ssd.metrics import TimeHistogram
+from sgl_ssd.protocol import SpanKind, Status
+from sgl_ssd.recorder import Recorder
 
 
 @dataclass
 class EngineStats:
     """What the engine did. Times in seconds, sums since the start."""
 
-    steps: int = 0
-    step_s: float = 0.0
+    step_time: TimeHistogram = field(default_factory=TimeHistogram)
+    build_time: TimeHistogram = field(default_factory=TimeHistogram)  # of a session's cache
+    jit_time: TimeHistogram = field(default_factory=TimeHistogram)
     launch_s: float = 0.0  # host time to issue build steps
     step_rows: int = 0
-    jits: int = 0
     jit_rows: int = 0
-    jit_s: float = 0.0
     jit_tokens: int = 0  # of the longest row
     prefill_tokens: int = 0
     prefill_cached_tokens: int = 0
@@ -30,35 +31,46 @@ class EngineStats:
 
     step_times: StepTimes = field(default_factory=StepTimes)
     ranks: GuessRanks = field(default_factory=GuessRanks)
+    recorders: list[Recorder] = field(default_factory=list)  # of verifiers that write a timeline
 
-    def step(self, rows: int, seconds: float) -> None:
-        """A build step over `rows` lanes is complete."""
-        self.steps += 1
+    def step(self, rows: int, begin: float, end: float) -> None:
+        """A build step over `rows` lanes is complete; seconds on the monotonic clock."""
         self.step_rows += rows
-        self.step_s += seconds
-        self.step_times.add(rows, seconds)
+        self.step_time.add(end - begin)
+        self.step_times.add(rows, end - begin)
+        self.record(SpanKind.BUILD_STEP, begin, end, rows)
+
+    def build(self, branches: int, begin: float, end: float) -> None:
+        """The cache of a session is complete."""
+        self.build_time.add(end - begin)
+        self.record(SpanKind.BUILD, begin, end, branches)
 
     def jit(self, rows: int, tokens: int, seconds: float) -> None:
         """A just-in-time draft of `rows` sessions is complete, at most `tokens` for each."""
-        self.jits += 1
         self.jit_rows += rows
         self.jit_tokens += tokens
-        self.jit_s += seconds
+        self.jit_time.add(seconds)
 
-    @property
-    def mean_step_s(self) -> float:
-        return self.step_s / max(1, self.steps)
+    def record(self, kind: SpanKind, begin: float, end: float, count: int) -> None:
+        """A span for the timelines that are being written."""
+        for recorder in self.recorders:
+            recorder.add(kind, begin, end, count=count)
 
     def summary(self) -> dict[str, float]:
-        """Flat numbers; means in milliseconds."""
+        """Flat numbers; `_s` are sums of seconds, `_ms` means in milliseconds."""
+        steps, builds, jits = self.step_time, self.build_time, self.jit_time
         return {
-            "build_steps": self.steps,
-            "build_step_ms": 1e3 * self.step_s / max(1, self.steps),
-            "launch_ms": 1e3 * self.launch_s / max(1, self.steps),
-            "branch_rows": self.step_rows / max(1, self.steps),
-            "jits": self.jits,
-            "jit_ms": 1e3 * self.jit_s / max(1, self.jits),
-            "jit_tokens": self.jit_tokens / max(1, self.jits),
+            "build_steps": steps.count,
+            "build_step_s": steps.total,
+            "build_step_ms": 1e3 * steps.mean,
+            "builds": builds.count,
+            "build_s": builds.total,
+            "launch_ms": 1e3 * self.launch_s / max(1, steps.count),
+            "branch_rows": self.step_rows / max(1, steps.count),
+            "jits": jits.count,
+            "jit_s": jits.total,
+            "jit_ms": 1e3 * jits.mean,
+            "jit_tokens": self.jit_tokens / max(1, jits.count),
             **self.step_times.summary(),
             **self.ranks.summary(),
             "prefill_tokens": self.prefill_tokens,

@@ -20,7 +20,7 @@ from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
 from sgl_ssd.keys import load_client_keys
-from sgl_ssd.protocol import Status
+from sgl_ssd.protocol import SpanKind, Status
 from sgl_ssd.scheduler.proposals import valid_proposals
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, SessionTable, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
@@ -70,6 +70,9 @@ class DraftClient:
         self.backup = config.backup
         self.server: protocol.Ready | None = None
         self.server_stats: dict[str, float] = {}
+        self.waited_s = 0.0  # in the last `collect`
+        self._last_server = ""
+        self._on_spans: Callable[[protocol.Spans], None] | None = None
         self._link = 0
         self._round_id = 0
         self._asked_at = 0.0
@@ -147,6 +150,8 @@ class DraftClient:
             self._refuse(f"draft server {ready.model_path!r} does not fit: {problem}")
             return
         self.server = ready
+        self._stats.restarts += self._last_server not in ("", ready.server)
+        self._last_server = ready.server
         self._link += 1
         self._last_seen = self._clock()
         self._unanswered_ping_at = None
@@ -157,10 +162,17 @@ class DraftClient:
             session.refused = False
         self._send_owed()
         self.configure(self.num_steps, self.fan_out, self.backup)
+        if self._on_spans is not None:
+            self._send(protocol.Record(on=True))
         logger.info(
             "draft server up: %s on %s, K=%d, context %d",
             ready.model_path, ready.device, ready.num_steps, ready.context_len,
         )  # fmt: skip
+        if ready.context_len < hello.context_len:
+            logger.warning(
+                "context of the draft %d tokens, of the target %d: no drafts for a request beyond "
+                "%d tokens", ready.context_len, hello.context_len, ready.context_len,
+            )  # fmt: skip
 
     def _refuse(self, text: str) -> None:
         if text != self._refused_text:
@@ -172,6 +184,17 @@ class DraftClient:
         self.num_steps, self.fan_out, self.backup = num_steps, list(fan_out), backup
         if self.server is not None:
             self._send(protocol.Configure(num_steps=num_steps, fan_out=fan_out, backup=backup))
+
+    def record(self, on_spans: Callable[[protocol.Spans], None] | None) -> None:
+        """Let the draft server record spans for a timeline; `on_spans` gets them, about once a
+        second. None: those that still come are dropped."""
+        self._on_spans = on_spans
+        if on_spans is not None and self.up:
+            self._send(protocol.Record(on=True))
+
+    def stop_recording(self) -> bool:
+        """Ask for the last spans; whether they can be expected."""
+        return self.up and self._send(protocol.Record(on=False))
 
     def close(self) -> None:
         """Close all sessions and the connection."""
@@ -199,6 +222,8 @@ class DraftClient:
     def close_session(self, rid: str) -> None:
         """End drafting for a request; does nothing if it is not open."""
         session = self.sessions.remove(rid)
+        if session is not None:
+            logger.debug("request %s: session %d ends", rid, session.sid)
         if session is not None and session.next_epoch > 0:
             self._closes_owed[session.sid] = session.next_epoch - 1
             self._send_owed()
@@ -251,6 +276,10 @@ class DraftClient:
             session.refused = True
             return False
         if sent:
+            logger.debug(
+                "request %s: session %d begins with %d tokens, epoch %d",
+                session.rid, session.sid, session.committed, session.next_epoch,
+            )  # fmt: skip
             session.wire_epoch = session.next_epoch
             session.next_epoch += 1
             session.link = self._link
@@ -330,7 +359,11 @@ class DraftClient:
             if message is None:
                 break
             self._handle(message)
-        self._stats.wait.add(self._clock() - started)
+        now = self._clock()
+        self.waited_s = now - started
+        self._stats.wait.add(self.waited_s)
+        if self._stats.recorder is not None:
+            self._stats.recorder.add(SpanKind.DRAFT_WAIT, started, now, count=len(due))
         if due and not self.resting:
             self._on_timeout()
         return not due
@@ -397,6 +430,9 @@ class DraftClient:
         elif isinstance(message, protocol.Pong):
             self._unanswered_ping_at = None
             self.server_stats = message.stats
+        elif isinstance(message, protocol.Spans):
+            if self._on_spans is not None:
+                self._on_spans(message)
         elif isinstance(message, protocol.Error):
             if message.code == "hello_first":
                 self._down("it has restarted")
@@ -413,8 +449,18 @@ class DraftClient:
         newest = answer.round_id == self._round_id
         if newest:
             self._timeouts_in_a_row = 0
-            self._stats.round_trip.add(self._clock() - self._asked_at)
+            now = self._clock()
+            trip_s = now - self._asked_at
+            self._stats.round_trip.add(trip_s)
+            if self._stats.recorder is not None:
+                self._stats.recorder.add(
+                    SpanKind.ROUND_TRIP, self._asked_at, now, answer.round_id, answer.num_rows
+                )
+            if answer.ahead_us:  # 0: nothing was served
+                side = self._stats.ahead if answer.ahead_us > 0 else self._stats.behind
+                side.add(abs(answer.ahead_us) / 1e6)
         else:
+            trip_s = 0.0
             self._stats.late_answers += 1
         rows = answer.rows.tolist()
         tokens = answer.tokens.tolist()
@@ -461,7 +507,9 @@ class DraftClient:
             )
             if status == Status.CONTEXT:
                 session.refused = True
-            self._stats.observe_answer(Status(status))
+            self._stats.observe_answer(Status(status), session.accepted)
+            if session.trace is not None:
+                session.trace.answered(trip_s)
 
     def _sound_proposals(self, answer: protocol.Speculations) -> list[bool]:
         """Which rows of an answer bring proposals for all their drafts that can be relied on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +21,28 @@ class PendingOutcome:
         packed: int32 [bs, 1 + width] on the host: the number of committed tokens, then the
             tokens. Valid once `ready` has fired.
         ready: device event, or None when the host already has the values.
-        round_based: whether this was a verify (rounds are counted) or a prefill.
+        begun: when the forward was launched; `done`: when its outcome was seen on the host
+            (`time.perf_counter`, 0 before).
     """
 
     sessions: list[Session | None]
     drafted: list[int] | None
     packed: torch.Tensor
     ready: Any
+    begun: float
+    done: float = 0.0
 
     def is_ready(self) -> bool:
         """Whether `rows` would not wait."""
-        return self.ready is None or bool(self.ready.query())
+        if not self.done and (self.ready is None or self.ready.query()):
+            self.done = time.perf_counter()
+        return self.done > 0
 
     def rows(self) -> list[list[int]]:
         """The committed tokens of each row; waits for the device if it must."""
         if self.ready is not None:
             self.ready.synchronize()
+        self.is_ready()
         return [row[1 : 1 + row[0]] for row in self.packed.tolist()]
 
 
@@ -51,13 +58,14 @@ class OutcomeCopier:
         drafted: list[int] | None,
         lengths: torch.Tensor,
         tokens: torch.Tensor,
+        begun: float,
     ) -> PendingOutcome:
         """`lengths` int32 [bs]; `tokens` int64 [bs, width]."""
         packed = torch.cat([lengths[:, None].to(torch.int32), tokens.to(torch.int32)], dim=1)
         if not self._cuda:
-            return PendingOutcome(sessions, drafted, packed, None)
+            return PendingOutcome(sessions, drafted, packed, None, begun, time.perf_counter())
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return PendingOutcome(sessions, drafted, host, event)
+        return PendingOutcome(sessions, drafted, host, event, begun)

@@ -12,6 +12,7 @@ from sgl_ssd.errors import ConfigError
 from sgl_ssd.sampling import request_seed
 from sgl_ssd.scheduler import settings
 from sgl_ssd.scheduler.algorithm import NAME
+from sgl_ssd.scheduler.reporter import SSDMetricsReporter
 from sgl_ssd.scheduler.worker import SSDWorker
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,20 @@ class SSDScheduler(Scheduler):
                 f"input_ids must lie in 0..{self.model_config.vocab_size - 1}"
             )
 
+    def init_metrics_reporter(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
+        self.metrics_reporter = SSDMetricsReporter(
+            scheduler=self,
+            tp_rank=tp_rank,
+            pp_rank=pp_rank,
+            dp_rank=dp_rank,
+            metrics_collector_context=self.metrics_collector_context,
+            metrics_collector=self.metrics_collector,
+        )
+
     def process_input_requests(self, recv_reqs: list) -> None:
         worker = self._ssd_worker
-        if worker is not None and worker.client is not None:
-            worker.client.tick()
+        if worker is not None:
+            worker.tick()
         super().process_input_requests(recv_reqs)
         if self._engine_paused:  # the loop turns without a rest, until it may go on
             self.maybe_sleep_on_idle()
@@ -86,6 +97,8 @@ class SSDScheduler(Scheduler):
         state["verification"] = worker.verification
         state.update(worker.tuner.as_dict())
         state["drafting"] = "on" if worker.drafting else "off"
+        state["trace"] = worker.trace_state
+        state["trace_file"] = worker.trace_file
         client = worker.client
         if client is not None:
             state.update(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sgl_ssd.scheduler.request_trace import RequestTrace
+
 
 @dataclass(frozen=True)
 class SessionSampling:
@@ -47,6 +49,8 @@ class Session:
         proposals: what `drafts` were drawn from, ids int32 and probabilities float32 [K, M]; None
             if they were drawn coupled.
         answered: number of committed tokens that `drafts` continues; -1: no answer yet.
+        accepted: drafts accepted in the last round; 0 before the first.
+        trace: what its client is told about its rounds, if it has asked.
         done: ended as far as token ids can tell; no more drafts are wanted.
         refused: the draft server can draft no further (its context is full).
     """
@@ -66,6 +70,8 @@ class Session:
     status: int = -1
     drafts: list[int] = field(default_factory=list)
     proposals: tuple[np.ndarray, np.ndarray] | None = None
+    accepted: int = 0
+    trace: RequestTrace | None = None
     done: bool = False
     refused: bool = False
     closed: bool = False

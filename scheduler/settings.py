@@ -7,11 +7,13 @@ That endpoint carries numbers only, so backup and drafting are said as numbers:
   -1 auto;
 * `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
 * `ssd_drafting`: 1 on, 0 off;
-* `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards.
+* `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards;
+* `ssd_trace`: 1 begins to write a timeline, 0 ends it.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from sgl_ssd.config import VERIFICATIONS
@@ -19,7 +21,10 @@ from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import check_fan_out
 
 if TYPE_CHECKING:
+    from sgl_ssd.scheduler.draft_client import DraftClient
     from sgl_ssd.scheduler.worker import SSDWorker
+
+logger = logging.getLogger(__name__)
 
 BACKUPS = ("none", "fast", "jit", "auto")
 AUTO = -1
@@ -41,6 +46,9 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
     verification = values.pop("ssd_verification", VERIFICATIONS.index(worker.verification))
     if not 0 <= verification < len(VERIFICATIONS):
         raise ConfigError(f"ssd_verification {verification}: 0 is coupled, 1 is rejection")
+    trace = values.pop("ssd_trace", None)
+    if trace not in (None, 0, 1):
+        raise ConfigError(f"ssd_trace {trace}: 1 begins, 0 ends")
     client = worker.client
     if client is not None:
         tuner = worker.tuner
@@ -60,13 +68,33 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
         fan_out = _fan_out(values, client.fan_out, num_steps)
         if values:
             raise ConfigError(f"unknown settings: {', '.join(values)}")
+        if trace is not None:
+            _record(worker, bool(trace))
+        before = _settings(client)
         client.configure(num_steps, fan_out, BACKUPS[backup])
         if set(changes) - {"ssd_drafting", "ssd_verification", "ssd_trace"}:
             tuner.configure(
                 fan_out_auto=fan_out_auto, steps_auto=steps_auto, backup=BACKUPS[backup]
             )
+        if _settings(client) != before:
+            logger.info("settings: K=%d, fan-out %s, backup %s", *_settings(client))
+    if worker.drafting != bool(drafting):
+        logger.info("drafting %s", "on" if drafting else "off")
     worker.drafting = bool(drafting)
     worker.verification = VERIFICATIONS[verification]
+
+
+def _settings(client: DraftClient) -> tuple[int, list[int], str]:
+    return client.num_steps, client.fan_out, client.backup
+
+
+def _record(worker: SSDWorker, on: bool) -> None:
+    if on and worker.trace_state == "closing":
+        raise ConfigError("ssd_trace: the last timeline is still being written")
+    try:
+        worker.record(on)
+    except OSError as e:
+        raise ConfigError(f"ssd_trace: {e}") from None
 
 
 def _fan_out(values: dict[str, int], current: list[int], num_steps: int) -> list[int]:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sgl_ssd.metrics import TimeHistogram
 from sgl_ssd.protocol import Status
 
+if TYPE_CHECKING:
+    from sgl_ssd.recorder import Recorder
 
-class MeanTime:
-    """Mean over all observations and an exponential one over the recent ones, in seconds."""
+_RESULTS = {Status.HIT: "hit", Status.PARTIAL: "partial"}
+_RESULTS |= {Status.BACKUP: "miss", Status.EMPTY: "miss"}
+
+
+class MeanTime(TimeHistogram):
+    """Also an exponential mean over the recent observations, in seconds."""
+
+    __slots__ = ("_weight", "deviation", "longest", "recent")
 
     def __init__(self, weight: float = 0.05) -> None:
-        self.count = 0
-        self.total = 0.0
+        super().__init__()
         self.longest = 0.0
         self.recent = 0.0
         self.deviation = 0.0
@@ -21,8 +29,7 @@ class MeanTime:
 
     def add(self, seconds: float) -> None:
         """Observe one duration."""
-        self.count += 1
-        self.total += seconds
+        super().add(seconds)
         self.longest = max(self.longest, seconds)
         if self.count == 1:
             self.recent = seconds
@@ -30,10 +37,6 @@ class MeanTime:
         error = seconds - self.recent
         self.recent += self._weight * error
         self.deviation += self._weight * (abs(error) - self.deviation)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
 
 
 class SSDStats:
@@ -46,6 +49,8 @@ class SSDStats:
         self.drafted_at = [0] * num_steps
         self.accepted_at = [0] * num_steps
         self.outcomes: Counter[Status] = Counter()
+        # Outcomes that were asked about, by accepted length: predicted, in part, or not.
+        self.predictions = {r: [0] * (num_steps + 1) for r in ("hit", "partial", "miss")}
         self.reasons: Counter[str] = Counter()
         self.late_answers = 0
         self.stale_answers = 0
@@ -58,7 +63,12 @@ class SSDStats:
         self.period = MeanTime()
         self.outcome_wait = MeanTime()
         self.launch = MeanTime()
+        self.verify = MeanTime()
+        self.idle = MeanTime()
+        self.ahead = TimeHistogram()
+        self.behind = TimeHistogram()
         self.restarts = 0
+        self.recorder: Recorder | None = None  # of a timeline, while one is written
 
     def observe_round(self, drafted: int, accepted: int) -> None:
         """One request's verify: `drafted` real drafts, of which `accepted` were right."""
@@ -70,9 +80,12 @@ class SSDStats:
         for position in range(accepted):
             self.accepted_at[position] += 1
 
-    def observe_answer(self, status: Status) -> None:
-        """One row of a usable answer."""
+    def observe_answer(self, status: Status, accepted: int = 0) -> None:
+        """One row of a usable answer, to news of `accepted` drafts and a bonus token."""
         self.outcomes[status] += 1
+        result = _RESULTS.get(status)
+        if result is not None:
+            self.predictions[result][accepted] += 1
 
     def observe_no_drafts(self, reason: str) -> None:
         """A request was verified without drafts although drafting is on."""
@@ -97,6 +110,11 @@ class SSDStats:
             "backups": self.outcomes[Status.BACKUP],
             "hit_rate": hits / asked if asked else 0.0,
             "outcomes": {s.name.lower(): self.outcomes[s] for s in Status},
+            "asked_per_length": [
+                sum(counts) for counts in zip(*self.predictions.values(), strict=True)
+            ],
+            "hits_per_length": list(self.predictions["hit"]),
+            "partial_hits_per_length": list(self.predictions["partial"]),
             "without_drafts": dict(self.reasons),
             "late_answers": self.late_answers,
             "stale_answers": self.stale_answers,
@@ -110,15 +128,23 @@ class SSDStats:
             "draft_wait_max_ms": self.wait.longest * 1e3,
             "outcome_wait_ms": self.outcome_wait.mean * 1e3,
             "launch_ms": self.launch.mean * 1e3,
+            "verify_ms": self.verify.mean * 1e3,
+            "verifier_idle_ms": self.idle.mean * 1e3,
+            "restarts": self.restarts,
             # For differences between two looks: how often, and seconds in all.
-            "times": {
-                name: [time.count, time.total]
-                for name, time in (
-                    ("round_trip", self.round_trip),
-                    ("round", self.period),
-                    ("draft_wait", self.wait),
-                    ("outcome_wait", self.outcome_wait),
-                    ("launch", self.launch),
-                )
-            },
+            "times": {name: [time.count, time.total] for name, time in self.times().items()},
+        }
+
+    def times(self) -> dict[str, TimeHistogram]:
+        """All that is timed, by name."""
+        return {
+            "round_trip": self.round_trip,
+            "round": self.period,
+            "draft_wait": self.wait,
+            "outcome_wait": self.outcome_wait,
+            "launch": self.launch,
+            "verify": self.verify,
+            "verifier_idle": self.idle,
+            "draft_ahead": self.ahead,
+            "draft_behind": self.behind,
         }

@@ -12,6 +12,7 @@ host work while the target computes.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,8 +26,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
+from sgl_ssd import explain
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ConfigError, DraftUnavailableError
+from sgl_ssd.protocol import SpanKind, Status
 from sgl_ssd.sampling import TOP_K_ALL
 from sgl_ssd.scheduler import hooks
 from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
@@ -35,12 +38,18 @@ from sgl_ssd.scheduler.inputs import DraftInput, VerifyInput
 from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
 from sgl_ssd.scheduler.outcomes import OutcomeCopier, PendingOutcome
 from sgl_ssd.scheduler.proposals import Drafts
+from sgl_ssd.scheduler.recording import Recording
+from sgl_ssd.scheduler.request_trace import RequestTrace
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
 from sgl_ssd.scheduler.tuner import Tuner
 from sgl_ssd.vocabulary import read_vocabulary
 
 logger = logging.getLogger(__name__)
+
+TRACE_FILE = "ssd_trace.json"
+PAUSE_S = 0.5  # a longer time between two forwards is no part of a round
+_SOURCES = {int(Status.HIT): "hit", int(Status.PARTIAL): "partial"}
 
 
 class SSDWorker(BaseSpecWorker):
@@ -73,12 +82,41 @@ class SSDWorker(BaseSpecWorker):
         self._pending: list[PendingOutcome] = []
         self._asking: dict[int, Session] = {}
         self._context_len = self._runner.model_config.context_len
+        # For the times between two forwards: when the last one was launched, and was done.
+        self._returned_at = self._done_at = 0.0
+        self.recording: Recording | None = None
         self.client = self._connect() if ps.tp_rank == 0 else None
         self.tuner = Tuner(
             self.stats, self.client, self.num_steps, backup=config.backup,
             fan_out_auto=config.fan_out_auto, steps_auto=config.steps_auto,
         )  # fmt: skip
         hooks.set_worker(self)
+        if config.trace_file is not None and self.client is not None:
+            self.record(True)
+
+    def record(self, on: bool) -> None:
+        """Begin or end to write a timeline. Raises `OSError` when its file cannot be written."""
+        if on and self.client is not None and self.trace_state == "off":
+            self.recording = Recording(self.trace_file, self.stats, self.client)
+        elif not on and self.recording is not None:
+            self.recording.stop()
+
+    @property
+    def trace_state(self) -> str:
+        """on, closing, or off."""
+        return self.recording.state if self.recording is not None else "off"
+
+    @property
+    def trace_file(self) -> str:
+        """Where the current timeline is, or the next one will be."""
+        return os.path.abspath(self.config.trace_file or TRACE_FILE)
+
+    def tick(self) -> None:
+        """Look after the draft server; called in every loop of the scheduler."""
+        if self.client is not None:
+            self.client.tick()
+        if self.recording is not None:
+            self.recording.tick()
 
     def _connect(self) -> DraftClient:
         model = self._runner.model_config
@@ -173,6 +211,7 @@ class SSDWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         assert self.sampler is not None
+        started, self._done_at = self._begin_forward(), 0.0
         self.tuner.interrupted()
         sessions = self._open_sessions(batch)
         self.sampler.begin(batch.reqs)
@@ -190,7 +229,7 @@ class SSDWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(seq_lens)
         ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
-        self._pending.append(self._copy_outcome(sessions, None, ones, tokens[:, None]))
+        self._pending.append(self._copy_outcome(sessions, None, ones, tokens[:, None], started))
         self.sampler.accept(batch.reqs, tokens[:, None], ones)
         result.next_token_ids = tokens
         result.next_draft_input = DraftInput(bonus_tokens=tokens, new_seq_lens=seq_lens)
@@ -198,6 +237,7 @@ class SSDWorker(BaseSpecWorker):
         result.accept_lens = ones
         result.speculative_num_draft_tokens = 1
         self._send_news(wait=False)
+        self._returned_at = time.perf_counter()
         return result
 
     def _draw_first(self, batch: Any, logits_output: Any, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -242,15 +282,28 @@ class SSDWorker(BaseSpecWorker):
                     _stop_rule(req, self._context_len),
                     req.extra_key or "",
                 )
+                session.trace = self._request_trace(req)
             last_chunk = batch.prefix_lens[i] + batch.extend_lens[i] >= total
             sessions.append(session if last_chunk else None)
         return sessions
+
+    def _request_trace(self, req: Any) -> RequestTrace | None:
+        """Of a request whose client asked for it; SGLang sends it along with the output."""
+        if not explain.wanted(req.sampling_params.custom_params):
+            return None
+        if req.customized_info is None:
+            prompt = len(req.origin_input_ids)
+            trace = RequestTrace(prompt, lambda: self._send_news(wait=False))
+            req.customized_info = {explain.KEY: trace}
+        trace = req.customized_info.get(explain.KEY)
+        return trace if isinstance(trace, RequestTrace) else None
 
     # -- verify --------------------------------------------------------------------------------
 
     def _verify(self, batch: Any, on_publish: Any, barrier: Any) -> GenerationBatchResult:
         assert self.sampler is not None
         reqs, bs = batch.reqs, len(batch.reqs)
+        self._begin_forward()
         sessions: list[Session | None] = [None] * bs
         drafts = Drafts.none(bs, self.num_steps, self.config.proposal_top_m)
         # Who asks for drafts must know the outcome of the forward before; others need not wait.
@@ -259,10 +312,17 @@ class SSDWorker(BaseSpecWorker):
         if client is not None:
             sessions = [client.sessions.get(req.rid) for req in reqs]
             self._take_drafts(reqs, sessions, drafts)
+            if batch.has_grammar and self._asks and not self._pending:
+                if barrier is not None:
+                    barrier()
+                self._fit_drafts(reqs, sessions, drafts)
         if self.ps.tp_size > 1:
             drafts.broadcast(self._runner.tp_group)
         lens = drafts.lens
         started = time.perf_counter()
+        if started - self._done_at < PAUSE_S:
+            self.stats.idle.add(started - self._done_at)
+        self._done_at = 0.0
         width = self._width(lens)
         seq_lens = batch.seq_lens
         chain = torch.empty((bs, width), dtype=torch.int64, device=self.device)
@@ -298,16 +358,22 @@ class SSDWorker(BaseSpecWorker):
         new_seq_lens = seq_lens + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._pending.append(self._copy_outcome(sessions, lens.tolist(), accept_lens, tokens))
+        self._pending.append(
+            self._copy_outcome(sessions, lens.tolist(), accept_lens, tokens, started)
+        )
         self.sampler.accept(reqs, tokens, accept_lens)
         bonus = tokens.gather(1, (accept_lens - 1).long()[:, None]).squeeze(1)
         if batch.return_logprob:
             self.sampler.verify_logprobs(batch, logits_output, tokens)
         self.stats.verifies += 1
         self.stats.verifies_without_drafts += int(width == 1)
-        self.stats.launch.add(time.perf_counter() - started)
+        launched = time.perf_counter()
+        self.stats.launch.add(launched - started)
+        if self.stats.recorder is not None:
+            self.stats.recorder.add(SpanKind.LAUNCH, started, launched, count=bs)
         self._send_news(wait=False)
         self.tuner.verified(bs, width, self.drafting)
+        self._returned_at = time.perf_counter()
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
@@ -317,6 +383,13 @@ class SSDWorker(BaseSpecWorker):
             next_draft_input=DraftInput(bonus_tokens=bonus, new_seq_lens=new_seq_lens),
             speculative_num_draft_tokens=width,
         )
+
+    def _begin_forward(self) -> float:
+        """What lay between the last forward and this one was SGLang's; now, in seconds."""
+        now = time.perf_counter()
+        if self.stats.recorder is not None and now - self._returned_at < PAUSE_S:
+            self.stats.recorder.add(SpanKind.HOST, self._returned_at, now)
+        return now
 
     def _width(self, lens: np.ndarray) -> int:
         """Tokens a row: 1 without any drafts; where graphs are captured, K+1 otherwise."""
@@ -388,8 +461,14 @@ class SSDWorker(BaseSpecWorker):
             if req.custom_logit_processor is not None:
                 speculation = []
             drafts.put(i, speculation, session.proposals)
+            source = _SOURCES.get(session.status, "backup")
             if not speculation:
-                self.stats.observe_no_drafts(self._reason(session))
+                processor = req.custom_logit_processor is not None
+                source = "processor" if processor else self._reason(session)
+                self.stats.observe_no_drafts(source)
+            if session.trace is not None and not session.done:
+                waited_s = self.client.waited_s if self.client.up else 0.0
+                session.trace.verified(len(speculation), source, waited_s)
 
     def _reason(self, session: Session) -> str:
         assert self.client is not None
@@ -414,7 +493,10 @@ class SSDWorker(BaseSpecWorker):
         if len(self._pending) == pending:
             return
         if wait:
-            self.stats.outcome_wait.add(time.perf_counter() - started)
+            now = time.perf_counter()
+            self.stats.outcome_wait.add(now - started)
+            if self.stats.recorder is not None:
+                self.stats.recorder.add(SpanKind.OUTCOME_WAIT, started, now)
         if self.client is not None and self._asking and self._asks:
             self.client.ask(self._asking.values())
         self._asking.clear()
@@ -426,13 +508,30 @@ class SSDWorker(BaseSpecWorker):
 
     def _commit(self, outcome: PendingOutcome) -> None:
         rows = outcome.rows()
+        self._observe_forward(outcome, rows)
         for i, (session, tokens) in enumerate(zip(outcome.sessions, rows, strict=True)):
             if outcome.drafted is not None and (session is None or not session.done):
                 self.stats.observe_round(outcome.drafted[i], len(tokens) - 1)
             if session is None or session.closed or session.done:
                 continue
+            accepted = len(tokens) - 1
+            if session.trace is not None and outcome.drafted is not None:
+                session.trace.committed(
+                    session.committed, accepted, tokens[-1], outcome.done - outcome.begun
+                )
             session.commit(tokens)
+            session.accepted = accepted
             self._asking[session.sid] = session
+
+    def _observe_forward(self, outcome: PendingOutcome, rows: list[list[int]]) -> None:
+        """Its times; `rows` are the tokens that it has committed."""
+        is_verify = outcome.drafted is not None
+        if is_verify:
+            self._done_at = outcome.done
+            self.stats.verify.add(outcome.done - outcome.begun)
+        if self.stats.recorder is not None:
+            kind = SpanKind.VERIFY if is_verify else SpanKind.PREFILL
+            self.stats.recorder.add(kind, outcome.begun, outcome.done, count=sum(map(len, rows)))
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         if str(self.device).startswith("cpu"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,11 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
     )
     add("--ssd-draft-context-length", type=int, metavar="N", help="context of the draft model")
     add(
+        "--ssd-trace", metavar="FILE",
+        help="write a timeline of rounds in both processes to this file, for "
+        "`python -m sgl_ssd.timeline`, Perfetto or chrome://tracing",
+    )  # fmt: skip
+    add(
         "--ssd-draft-http-port",
         type=int,
         metavar="PORT",
@@ -241,6 +247,16 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, seen
 
 
+def _trace_file(path: str | None) -> str | None:
+    """The absolute path of a file that can be written. Raises `ConfigError`."""
+    if path is None:
+        return None
+    path = os.path.abspath(path)
+    if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
+        raise ConfigError(f"--ssd-trace {path}: cannot write a file there")
+    return path
+
+
 def _plan(
     ours: argparse.Namespace, theirs: argparse.Namespace, private_endpoint: str
 ) -> LaunchPlan:
@@ -286,6 +302,7 @@ def _plan(
         draft_required=ours.ssd_draft_required,
         draft_start_timeout_s=ours.ssd_draft_start_timeout,
         draft_keys=ours.ssd_draft_keys,
+        trace_file=_trace_file(ours.ssd_trace),
     )
     server = None
     if ours.ssd_draft_endpoint is None:

@@ -89,6 +89,7 @@ class VerifierConfig:
     draft_required: bool = False
     draft_start_timeout_s: float = 600.0
     draft_keys: str | None = None
+    trace_file: str | None = None
 
     def __post_init__(self) -> None:
         check_endpoint(self.endpoint, self.draft_keys is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sgl_ssd import detokenizer
+from sgl_ssd import detokenizer, explain
 from sgl_ssd.errors import ConfigError
 
 SGLANG_VERSION = "0.5.17"
@@ -50,4 +50,5 @@ def load_plugins() -> None:
     target = "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses"
     if target not in HookRegistry._patched:
         HookRegistry.register(target, detokenizer.launch, HookType.AROUND)
+        explain.install()
         HookRegistry.apply_hooks()

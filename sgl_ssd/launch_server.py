@@ -129,13 +129,14 @@ def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
 
 def _log_plan(plan: ssd_args.LaunchPlan) -> None:
     logger.info(
-        "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, drafting %s",
+        "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, %s verification, drafting %s",
         plan.target_path,
         plan.draft_path or "(running elsewhere)",
         plan.verifier.endpoint,
         plan.verifier.num_steps,
         plan.verifier.fan_out,
         plan.verifier.backup,
+        plan.verifier.verification,
         "on" if plan.verifier.drafting else "off",
     )
 

@@ -19,7 +19,7 @@ import orjson
 
 from sgl_ssd.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_PROMPT_TOKENS = 4 << 20
@@ -28,6 +28,7 @@ MAX_ROW_TOKENS = 8192
 MAX_STEPS = 64
 MAX_BIAS = 1 << 16
 MAX_TOP_M = 1024
+MAX_SPANS = 1 << 14
 BACKUPS = ("auto", "jit", "fast", "none")
 
 
@@ -43,6 +44,24 @@ class Status(enum.IntEnum):
     UNKNOWN = 6  # no such session or epoch: open it (again)
     CONTEXT = 7  # the draft's context is full: no drafts for this session any more
     NO_MEMORY = 8  # the draft's KV pool is full: no drafts now
+
+
+class SpanKind(enum.IntEnum):
+    """What a span of a timeline is: the verifier's, then the draft server's."""
+
+    VERIFY = 0  # from its launch to its outcome on the host
+    PREFILL = 1
+    OUTCOME_WAIT = 2  # the host waits for the target
+    DRAFT_WAIT = 3  # the host waits for drafts
+    LAUNCH = 4
+    HOST = 5  # what SGLang does between two forwards: results, scheduling
+    ROUND_TRIP = 6  # from a question to its answer
+    ANSWER = 7  # from the arrival of a question to the sending of its answer
+    ADOPT = 8  # news walked down the caches
+    BACKUP = 9
+    BUILD_STEP = 10
+    DRAFT_PREFILL = 11
+    BUILD = 12  # a session's cache, from the answer to its completion
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -257,6 +276,43 @@ class Speculations(Message, kw_only=True):
             _require(bool(((num >= 0) & (num <= self.num_steps)).all()), "Speculations: bad length")
 
 
+class Record(Message, kw_only=True):
+    """Verifier -> draft server: begin or end to record spans for a timeline.
+
+    What was recorded follows each `Pong`, as `Spans`; after the end once more, as the `last`.
+    """
+
+    on: bool
+
+
+class Spans(Message, kw_only=True):
+    """Draft server -> verifier: spans since the last message. Times are of the sender's clock.
+
+    Row i of `marks` is (`SpanKind`, round_id or 0, a count: rows, tokens or branches); row i of
+    `times` is (begin, end) in seconds.
+    """
+
+    num: int
+    last: bool = False
+    marks: Any = None  # int64 [num, 3]
+    times: Any = None  # float64 [num, 2]
+
+    ARRAYS: ClassVar = (
+        ("marks", "<i8", ("num", 3)),
+        ("times", "<f8", ("num", 2)),
+    )
+
+    def check(self) -> None:
+        _require(0 <= self.num <= MAX_SPANS, "Spans: too many")
+        if self.marks is not None and self.num:
+            kinds, times = self.marks[:, 0], self.times
+            _require(bool(((kinds >= 0) & (kinds <= max(SpanKind))).all()), "Spans: unknown kind")
+            _require(
+                times is None or bool(np.isfinite(times).all() and (times >= 0).all()),
+                "Spans: a time is not a time",
+            )
+
+
 class Error(Message, kw_only=True):
     """Either way: the peer's message was refused. `code` is stable, `text` is for people."""
 
@@ -267,7 +323,8 @@ class Error(Message, kw_only=True):
 MESSAGES: dict[str, type[Message]] = {
     cls.__name__: cls
     for cls in (
-        Hello, Ready, Configure, Open, Close, Flush, Ping, Pong, Speculate, Speculations, Error,
+        Hello, Ready, Configure, Open, Close, Flush, Ping, Pong, Speculate, Speculations, Record,
+        Spans, Error,
     )
 }  # fmt: skip
 _ARRAY_FIELDS = {name: {a[0] for a in cls.ARRAYS} for name, cls in MESSAGES.items()}

@@ -122,7 +122,7 @@ def test_our_flags_do_not_reach_sglang() -> None:
         "--ssd-draft-attention-backend", "a", "--ssd-draft-mem-fraction-static", "0.3",
         "--ssd-draft-max-total-tokens", "99", "--ssd-draft-context-length", "77",
         "--ssd-draft-http-port", "8099", "--ssd-verification", "rejection",
-        "--ssd-saguaro-c", "0.5", "--ssd-proposal-top-m", "32",
+        "--ssd-saguaro-c", "0.5", "--ssd-proposal-top-m", "32", "--ssd-trace", "T.json",
     ]  # fmt: skip
     parser = argparse.ArgumentParser(add_help=False)
     add_ssd_args(parser)

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from sgl_ssd import protocol
 from sgl_ssd.errors import ProtocolError
-from sgl_ssd.protocol import MESSAGES, VERSION, Status, decode, encode
+from sgl_ssd.protocol import MESSAGES, VERSION, SpanKind, Status, decode, encode
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 NATURAL = st.integers(0, 2**63 - 1)
@@ -108,6 +108,18 @@ def speculations(draw: Any) -> protocol.Speculations:
     )  # fmt: skip
 
 
+@st.composite
+def spans(draw: Any) -> protocol.Spans:
+    num = draw(st.integers(0, 8))
+    kinds = draw(ints("<i8", num, 0, max(SpanKind)))
+    others = draw(ints("<i8", 2 * num, -(2**63), 2**63 - 1)).reshape(-1, 2)
+    times = draw(hnp.arrays("<f8", (num, 2), elements=st.floats(0.0, 1e9)))
+    return protocol.Spans(
+        num=num, last=draw(st.booleans()), times=times,
+        marks=np.concatenate([kinds[:, None], others], axis=1),
+    )  # fmt: skip
+
+
 VALID: dict[str, st.SearchStrategy] = {
     "Hello": hellos(),
     "Ready": readies(),
@@ -119,6 +131,8 @@ VALID: dict[str, st.SearchStrategy] = {
     "Pong": st.builds(protocol.Pong, nonce=INT64, stats=st.dictionaries(TEXT, FINITE, max_size=9)),
     "Speculate": speculates(),
     "Speculations": speculations(),
+    "Record": st.builds(protocol.Record, on=st.booleans()),
+    "Spans": spans(),
     "Error": st.builds(protocol.Error, code=TEXT, text=TEXT),
 }
 
@@ -149,6 +163,11 @@ def sample_speculations() -> protocol.Speculations:
     )  # fmt: skip
 
 
+def sample_spans() -> protocol.Spans:
+    marks = np.array([[SpanKind.ANSWER, 4, 2], [SpanKind.BUILD_STEP, 0, 9]], np.int64)
+    return protocol.Spans(num=2, last=True, marks=marks, times=np.array([[1.0, 2.0], [2.0, 2.5]]))
+
+
 def test_without_proposals_their_frames_are_empty() -> None:
     message = sample_speculations()
     message.top_m, message.proposal_ids, message.proposal_probs = 0, None, None
@@ -173,6 +192,8 @@ SAMPLES = (
     protocol.Pong(nonce=5, stats={"sessions": 2.0}),
     sample_speculate(),
     sample_speculations(),
+    protocol.Record(on=True),
+    sample_spans(),
     protocol.Error(code="c", text="t"),
 )  # fmt: skip
 

@@ -12,13 +12,22 @@ from collections.abc import Iterator
 import pytest
 
 from servers import free_port
-from sgl_ssd.draft_server.http import HttpSide
+from sgl_ssd.draft_server.http import HttpSide, Source
 from sgl_ssd.errors import ConfigError
+from sgl_ssd.metrics import TimeHistogram
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    side = HttpSide(port := free_port(), lambda: {"sessions": 2.0, "hits": 5.0}, lambda: True)
+    times = TimeHistogram()
+    for seconds in (0.0004, 0.004, 100.0):
+        times.add(seconds)
+    source = Source(
+        lambda: {"sessions": 2.0, "hits": 5.0, "step_row_ms": 1.0},
+        {"model_path": "a/b", "device": "cpu"},
+        {"step": ("Time of a build step.", times)},
+    )
+    side = HttpSide(port := free_port(), source, lambda: True)
     yield port
     side.close()
     side.close()
@@ -31,10 +40,21 @@ def get(port: int, path: str) -> str:
 
 def test_health_stats_and_metrics(port: int) -> None:
     assert get(port, "/health") == "ok\n"
-    assert json.loads(get(port, "/stats?x=1")) == {"sessions": 2.0, "hits": 5.0}
+    assert json.loads(get(port, "/stats?x=1")) == {"sessions": 2, "hits": 5, "step_row_ms": 1}
     metrics = get(port, "/metrics")
     assert "# TYPE ssd_draft_sessions gauge\nssd_draft_sessions 2.0" in metrics
     assert "# TYPE ssd_draft_hits_total counter\nssd_draft_hits_total 5.0" in metrics
+    assert 'ssd_draft_info{device="cpu",model_path="a/b"} 1.0' in metrics
+    assert "step_row_ms" not in metrics  # what no page names is for people who look at /stats
+
+
+def test_times_are_cumulative_histograms(port: int) -> None:
+    lines = get(port, "/metrics").splitlines()
+    assert "# TYPE ssd_draft_step_seconds histogram" in lines
+    for bound, count in (("0.0002", 0), ("0.0005", 1), ("0.005", 2), ("1.0", 2), ("+Inf", 3)):
+        assert f'ssd_draft_step_seconds_bucket{{le="{bound}"}} {count}.0' in lines
+    assert "ssd_draft_step_seconds_count 3.0" in lines
+    assert "ssd_draft_step_seconds_sum 100.0044" in lines
 
 
 def test_everything_else_is_refused(port: int) -> None:
@@ -53,11 +73,11 @@ def test_everything_else_is_refused(port: int) -> None:
 
 def test_a_port_that_is_taken_stops_the_start(port: int) -> None:
     with pytest.raises(ConfigError, match="--http-port"):
-        HttpSide(port, dict, lambda: True)
+        HttpSide(port, Source(dict), lambda: True)
 
 
 def test_health_of_a_loop_that_is_stuck() -> None:
-    side = HttpSide(port := free_port(), dict, lambda: False)
+    side = HttpSide(port := free_port(), Source(dict), lambda: False)
     try:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             get(port, "/health")

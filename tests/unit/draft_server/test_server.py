@@ -26,12 +26,16 @@ from sgl_ssd.protocol import (
     Ping,
     Pong,
     Ready,
+    Record,
+    SpanKind,
+    Spans,
     Speculate,
     Speculations,
     Status,
     decode,
     encode,
 )
+from sgl_ssd.recorder import Recorder
 
 K = 3
 VOCAB = 100
@@ -60,6 +64,7 @@ class PretendedEngine:
     starved: bool = False
     drafts: list[PretendedDraft] = field(default_factory=list)
     backups: list[tuple[int, str]] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
 
     def open(
         self, tokens: Iterable[int], params: SamplingParams, extra_key: str, num_steps: int,
@@ -482,3 +487,65 @@ def test_a_loop_that_does_not_turn_is_not_alive() -> None:
     assert not bench.server.alive
     bench.server.turn()
     assert bench.server.alive
+
+
+# -- timelines -------------------------------------------------------------------------------------
+
+
+def recorded(bench: Bench, client: MemoryClient | None = None) -> Spans:
+    assert isinstance(bench.ask(Ping(nonce=1), client), Pong)
+    spans = bench.receive(client)
+    assert isinstance(spans, Spans)
+    return spans
+
+
+def test_spans_follow_the_pongs_while_a_verifier_records() -> None:
+    bench = Bench()
+    bench.open()
+    bench.round((1, 0, 2, [4]))
+    assert isinstance(bench.ask(Ping(nonce=1)), Pong) and bench.receive() is None
+    bench.send(Record(on=True))
+    bench.clock.sleep(5.0)
+    bench.round((1, 0, 3, [6]), round_id=2)
+    bench.round((1, 0, 4, [7]), round_id=3)
+    spans = recorded(bench)
+    assert spans.marks.tolist() == [
+        [SpanKind.ADOPT, 0, 1], [SpanKind.ANSWER, 2, 1],
+        [SpanKind.ADOPT, 0, 1], [SpanKind.BACKUP, 0, 1], [SpanKind.ANSWER, 3, 1],
+    ]  # fmt: skip
+    assert not spans.last and (spans.times >= 5.0).all()
+    assert (spans.times[:, 1] >= spans.times[:, 0]).all()
+    assert recorded(bench).num == 0
+    bench.engine.recorders[0].add(SpanKind.BUILD_STEP, 1.0, 2.0, count=4)
+    bench.send(Record(on=False))
+    spans = bench.receive()
+    assert isinstance(spans, Spans) and spans.last
+    assert spans.marks.tolist() == [[SpanKind.BUILD_STEP, 0, 4]]
+    assert bench.engine.recorders == []
+    assert isinstance(bench.ask(Ping(nonce=1)), Pong) and bench.receive() is None
+
+
+def test_each_verifier_gets_its_own_answers_and_everybody_the_steps() -> None:
+    bench = Bench()
+    other = bench.channel.connect(b"other")
+    assert isinstance(bench.ask(bench.hello(verifier="w"), other), Ready)
+    bench.send(Record(on=True))
+    bench.send(Record(on=True), other)
+    bench.open()
+    bench.round((1, 0, 2, [4]))
+    assert len(bench.engine.recorders) == 2
+    for recorder in bench.engine.recorders:
+        recorder.add(SpanKind.BUILD_STEP, 1.0, 2.0)
+    kinds = [set(recorded(bench, client).marks[:, 0].tolist()) for client in (None, other)]
+    assert kinds == [{SpanKind.ADOPT, SpanKind.ANSWER, SpanKind.BUILD_STEP}, {SpanKind.BUILD_STEP}]
+
+
+def test_nobody_records_for_a_verifier_that_is_gone() -> None:
+    bench = Bench()
+    assert bench.ask(Record(on=False)) is None  # without a beginning
+    bench.send(Record(on=True))
+    bench.receive()
+    assert bench.engine.recorders
+    bench.clock.sleep(31.0)
+    bench.server.turn()
+    assert bench.engine.recorders == []

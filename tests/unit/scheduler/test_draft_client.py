@@ -26,6 +26,7 @@ from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
 from sgl_ssd.protocol import Status
+from sgl_ssd.recorder import Recorder
 from sgl_ssd.scheduler import draft_client
 from sgl_ssd.scheduler.draft_client import (
     BREAKER_REST_S,
@@ -1180,3 +1181,70 @@ def test_the_chaos_really_happens() -> None:
 
 def test_constants_make_sense() -> None:
     assert PING_S < SILENCE_S and DEADLINE_FLOOR_S < DEADLINE_CAP_S < draft_client.SILENCE_S
+
+
+# -- metrics and timelines -----------------------------------------------------------------------
+
+
+def test_only_another_server_counts_as_a_restart(rig: Rig) -> None:
+    rig.client._down("a test says so")
+    rig.ticks(2.0)
+    assert rig.client.up and rig.stats.restarts == 0
+    rig.server.restart()
+    rig.ticks(2 * SILENCE_S)
+    assert rig.client.up and rig.stats.restarts == 1
+
+
+def test_predictions_are_counted_by_the_accepted_length_of_the_outcome(rig: Rig) -> None:
+    s = rig.open()
+    rig.round(s)
+    s.commit([4, 5, 6])
+    s.accepted = 2
+    rig.round(s)
+    assert rig.stats.predictions["hit"] == [1, 0, 1, 0, 0]
+    assert sum(rig.stats.predictions["miss"]) == 0
+
+
+def test_how_far_ahead_the_draft_was(played: Rig) -> None:
+    s = played.open()
+    for ahead_us in (2500, -1500, 0):
+        s.commit([4])
+        played.client.ask([s])
+        question = played.asked()
+        reply = answer(question.round_id, [(s.sid, s.wire_epoch, s.committed, 0, 1)], [[7] * K])
+        reply.ahead_us = ahead_us
+        played.say(reply)
+        assert played.client.collect([s])
+    assert (played.stats.ahead.count, played.stats.behind.count) == (1, 1)
+    assert played.stats.ahead.total == pytest.approx(0.0025)
+    assert played.stats.behind.total == pytest.approx(0.0015)
+
+
+def test_a_recording_goes_on_with_a_server_that_came_up_later(rig: Rig) -> None:
+    got: list[protocol.Spans] = []
+    rig.client.record(got.append)
+    rig.client.tick()
+    assert rig.server.received(protocol.Record) == [protocol.Record(on=True)]
+    rig.server.restart()
+    rig.ticks(2 * SILENCE_S)
+    assert rig.server.received(protocol.Record) == [protocol.Record(on=True)]
+    spans = protocol.Spans(num=0, marks=np.zeros((0, 3), np.int64), times=np.zeros((0, 2)))
+    rig.say(spans)
+    rig.client.tick()
+    assert len(got) == 1
+    assert rig.client.stop_recording()
+    rig.client.record(None)
+    rig.say(spans)
+    rig.client.tick()
+    assert len(got) == 1 and rig.server.received(protocol.Record) == [protocol.Record(on=False)]
+
+
+def test_the_wire_is_recorded_while_somebody_records(rig: Rig) -> None:
+    rig.stats.recorder = Recorder()
+    s = rig.open()
+    rig.round(s)
+    spans = rig.stats.recorder.drain()
+    assert [(kind, id_, count) for kind, _, _, id_, count in spans] == [
+        (protocol.SpanKind.ROUND_TRIP, 1, 1),
+        (protocol.SpanKind.DRAFT_WAIT, 0, 0),
+    ]

@@ -17,6 +17,7 @@ class Outcome:
 
     def __init__(self, session: Any, token: int, ready: bool) -> None:
         self.sessions, self.drafted = [session], [0]
+        self.begun = self.done = 0.0
         self._token, self._ready = token, ready
 
     def is_ready(self) -> bool:
@@ -30,7 +31,9 @@ class Outcome:
 @pytest.fixture
 def session() -> Any:
     tokens: list[int] = []
-    return SimpleNamespace(sid=1, closed=False, done=False, tokens=tokens, commit=tokens.extend)
+    return SimpleNamespace(
+        sid=1, closed=False, done=False, trace=None, tokens=tokens, commit=tokens.extend
+    )
 
 
 @pytest.fixture
@@ -79,6 +82,7 @@ def test_drafts_are_never_verified_twice(worker: Any, pending: bool):
     """
     session = SimpleNamespace(
         asked=2, committed=2, answered=2, done=False, refused=False, status=0, proposals=None,
+        trace=None,
         speculation=lambda: [7, 8], stop=SimpleNamespace(max_length=100),
     )  # fmt: skip
     worker.client = SimpleNamespace(up=False, num_steps=4)

@@ -1,0 +1,93 @@
+"""A timeline of both processes while it is being written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ssd.protocol import Spans
+from sgl_ssd.recorder import Recorder, TraceFile
+from sgl_ssd.scheduler.draft_client import DraftClient
+from sgl_ssd.scheduler.stats import SSDStats
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+LAST_S = 3.0  # longest wait for the draft server's last spans
+
+
+class Recording:
+    """Collects spans from `stats.recorder` and from the draft server; a thread writes them.
+
+    Raises `OSError` when `path` cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        stats: SSDStats,
+        client: DraftClient,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.file = TraceFile(path)
+        self._stats = stats
+        self._client = client
+        self._clock = clock
+        self._flush_at = 0.0
+        self._stop_by: float | None = None
+        self._recorder = stats.recorder = Recorder()
+        client.record(self._on_spans)
+        logger.info("timeline: writing %s", self.file.path)
+
+    @property
+    def state(self) -> str:
+        """on, closing, or off."""
+        if self._stop_by is None:
+            return "on"
+        return "off" if self.file.closed else "closing"
+
+    def tick(self) -> None:
+        """Hand over what has come; call it often."""
+        now = self._clock()
+        if self._stop_by is not None:
+            if now > self._stop_by:
+                self._close()
+        elif now >= self._flush_at:
+            self._flush_at = now + FLUSH_S
+            self.file.add(self._recorder.drain())
+            if self.file.full:
+                logger.warning("timeline: %s is full", self.file.path)
+                self.stop()
+
+    def stop(self) -> None:
+        """Record no more; the file is complete once `state` is off."""
+        if self._stop_by is not None:
+            return
+        self._stats.recorder = None
+        self.file.add(self._recorder.drain())
+        self._stop_by = self._clock() + LAST_S
+        if not self._client.stop_recording():
+            self._close()
+
+    def _on_spans(self, message: Spans) -> None:
+        self.file.add(self._recorder.drain())
+        self.file.add(spans_of(message))
+        if message.last and self._stop_by is not None:
+            self._close()
+
+    def _close(self) -> None:
+        self._client.record(None)
+        self._stop_by = float("inf")
+        self.file.close()
+        logger.info("timeline: %s written", self.file.path)
+
+
+def spans_of(message: Spans) -> list[Any]:
+    """The spans of a message, as the recorder on this side has them."""
+    marks, times = message.marks.tolist(), message.times.tolist()
+    return [
+        (kind, begin, max(begin, end), round_id, count)
+        for (kind, round_id, count), (begin, end) in zip(marks, times, strict=True)
+    ]
