@@ -28,9 +28,8 @@ ANSWERS, MODEL, CACHES = (DRAFT, 1), (DRAFT, 2), (DRAFT, 3)
 PAUSE_MS = 500.0  # a longer gap between two verifies is no part of a round
 COLOURS = {
     "verify": "#3b6fb6", "prefill": "#9db8dc", "wait for target": "#d9d9d9", "launch": "#6aa84f",
-    "wait for drafts": "#d96459", "host work": "#c9c9c9", "question": "#8e63b0",
-    "answer": "#8e63b0", "adopt": "#b79ad0", "backup": "#d96459", "build step": "#e08e2b",
-    "build": "#f3d19e",
+    "wait for drafts": "#d96459", "host work": "#c9c9c9", "wire": "#8e63b0", "adopt": "#b79ad0",
+    "backup": "#d96459", "build step": "#e08e2b", "build": "#f3d19e",
 }  # fmt: skip
 
 
@@ -222,9 +221,11 @@ def draw(events: Sequence[Event], begin: float, end: float, path: str | Path) ->
         if event.end < begin or event.begin > end or event.track not in rows:
             continue
         name = event.name
-        if event.track == WIRE and name == "round trip":
-            continue
-        if event.track == ANSWERS and name == "answer":
+        if event.track == WIRE:
+            if name == "round trip":
+                continue
+            name = "wire"
+        elif event.track == ANSWERS and name == "answer":
             name = "adopt"  # what of the answer is neither news nor backup takes no time
         colour = COLOURS.get(name, "#888888")
         y = rows.index(event.track)
@@ -248,7 +249,10 @@ def draw(events: Sequence[Event], begin: float, end: float, path: str | Path) ->
     axes.spines[["top", "right"]].set_visible(False)
     order = [name for name in COLOURS if name in seen]
     handles: list[Any] = [Patch(color=seen[name], label=name) for name in order]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(order), frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(order), frameon=False, fontsize=9,
+        handlelength=1.2, columnspacing=1.4,
+    )  # fmt: skip
     figure.savefig(path, dpi=130)
 
 
