@@ -8,6 +8,7 @@ That endpoint carries numbers only, so backup and drafting are said as numbers:
 * `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
 * `ssd_drafting`: 1 on, 0 off;
 * `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards;
+* `ssd_saguaro_c`, `ssd_proposal_top_m`: C, and M up to the start's, likewise;
 * `ssd_trace`: 1 begins to write a timeline, 0 ends it.
 """
 
@@ -36,6 +37,8 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
 
     Raises `ConfigError`, in which case nothing has changed.
     """
+    changes = dict(changes)
+    saguaro_c = _saguaro_c(changes.pop("ssd_saguaro_c", worker.saguaro_c))
     for name, value in changes.items():
         if isinstance(value, bool) or value != int(value):
             raise ConfigError(f"{name} {value!r}: must be an integer")
@@ -46,6 +49,11 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
     verification = values.pop("ssd_verification", VERIFICATIONS.index(worker.verification))
     if not 0 <= verification < len(VERIFICATIONS):
         raise ConfigError(f"ssd_verification {verification}: 0 is coupled, 1 is rejection")
+    top_m = values.pop("ssd_proposal_top_m", worker.proposal_top_m)
+    if not 1 <= top_m <= worker.config.proposal_top_m:
+        raise ConfigError(
+            f"ssd_proposal_top_m {top_m}: must lie in 1..{worker.config.proposal_top_m}"
+        )
     trace = values.pop("ssd_trace", None)
     if trace not in (None, 0, 1):
         raise ConfigError(f"ssd_trace {trace}: 1 begins, 0 ends")
@@ -72,7 +80,7 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
             _record(worker, bool(trace))
         before = _settings(client)
         client.configure(num_steps, fan_out, BACKUPS[backup])
-        if set(changes) - {"ssd_drafting", "ssd_verification", "ssd_trace"}:
+        if set(changes) - {"ssd_drafting", "ssd_verification", "ssd_proposal_top_m", "ssd_trace"}:
             tuner.configure(
                 fan_out_auto=fan_out_auto, steps_auto=steps_auto, backup=BACKUPS[backup]
             )
@@ -82,6 +90,13 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
         logger.info("drafting %s", "on" if drafting else "off")
     worker.drafting = bool(drafting)
     worker.verification = VERIFICATIONS[verification]
+    worker.saguaro_c, worker.proposal_top_m = saguaro_c, top_m
+
+
+def _saguaro_c(value: Any) -> float:
+    if isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(f"ssd_saguaro_c {value!r}: must lie in 0 < C <= 1")
+    return float(value)
 
 
 def _settings(client: DraftClient) -> tuple[int, list[int], str]:

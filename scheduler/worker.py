@@ -33,6 +33,7 @@ from sgl_ssd.protocol import SpanKind, Status
 from sgl_ssd.sampling import TOP_K_ALL
 from sgl_ssd.scheduler import hooks
 from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
+from sgl_ssd.scheduler.grammar import fit_drafts
 from sgl_ssd.scheduler.graphs import PlainDecodeGraphs
 from sgl_ssd.scheduler.inputs import DraftInput, VerifyInput
 from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
@@ -70,6 +71,7 @@ class SSDWorker(BaseSpecWorker):
         self.ps = ps
         self.drafting = config.drafting
         self.verification = config.verification
+        self.saguaro_c, self.proposal_top_m = config.saguaro_c, config.proposal_top_m
         self._target_worker = target_worker
         self._runner = target_worker.model_runner
         self.device = server_args.device
@@ -470,6 +472,20 @@ class SSDWorker(BaseSpecWorker):
                 waited_s = self.client.waited_s if self.client.up else 0.0
                 session.trace.verified(len(speculation), source, waited_s)
 
+    def _fit_drafts(self, reqs: list[Any], sessions: list[Session | None], drafts: Drafts) -> None:
+        """Let drafts keep to their request's grammar; all outcomes are committed to `sessions`."""
+        assert self.client is not None
+        limit = min(self.client.num_steps, self.num_steps)
+        for i, (req, session) in enumerate(zip(reqs, sessions, strict=True)):
+            grammar = _GrammarRow(req).grammar
+            if grammar is None or session is None or session.done or session.sampling.top_m > 0:
+                continue
+            if req.custom_logit_processor is not None:
+                continue
+            given = drafts.tokens[i, : drafts.lens[i]].tolist()
+            room = min(limit, _room(session))
+            drafts.put(i, fit_drafts(grammar, req.tokenizer, given, session.tokens, room), None)
+
     def _reason(self, session: Session) -> str:
         assert self.client is not None
         if not self.client.up:
@@ -551,8 +567,7 @@ class SSDWorker(BaseSpecWorker):
         sampling = _session_sampling(req)
         if self.verification == "coupled" or sampling.temperature <= 0:
             return sampling
-        config = self.config
-        return replace(sampling, top_m=config.proposal_top_m, saguaro_c=config.saguaro_c)
+        return replace(sampling, top_m=self.proposal_top_m, saguaro_c=self.saguaro_c)
 
 
 class _GrammarRow:
