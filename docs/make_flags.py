@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from sgl_ssd import args, chat, keys, plan, top  # noqa: E402
+from sgl_ssd import args, chat, keys, plan, timeline, top  # noqa: E402
 from sgl_ssd.draft_server.args import build_parser as draft_server_parser  # noqa: E402
 
 PAGE = Path(__file__).with_name("flags.md")
@@ -41,6 +41,10 @@ PROGRAMS: dict[str, tuple[str, Callable[[], argparse.ArgumentParser]]] = {
     "sgl_ssd.plan": ("What K and F would be best, and how fast that is.", plan.parser),
     "sgl_ssd.top": ("A live view of a server in the terminal.", top.build_parser),
     "sgl_ssd.chat": ("Chat with a server; each answer says how fast it was.", chat.build_parser),
+    "sgl_ssd.timeline": (
+        "Summarises what `--ssd-trace` has written, and draws a few rounds.",
+        timeline.build_parser,
+    ),
     "sgl_ssd.keys": ("Keys for a draft server that is reached over a network.", keys.build_parser),
 }
 

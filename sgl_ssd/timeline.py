@@ -256,8 +256,7 @@ def draw(events: Sequence[Event], begin: float, end: float, path: str | Path) ->
     figure.savefig(path, dpi=130)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m sgl_ssd.timeline", description="Summarise a timeline and draw a few rounds."
     )
@@ -265,7 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", metavar="FILE", help="the picture (default: beside FILE)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds in the picture")
     parser.add_argument("--at", type=float, metavar="S", help="where it begins, in seconds")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    args = build_parser().parse_args(argv)
     try:
         events = read(args.file)
         print(summarise(events))
