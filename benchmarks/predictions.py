@@ -11,6 +11,8 @@ from sgl_ssd.errors import ConfigError
 from sgl_ssd.planner import Deployment, Measurements
 
 Data = dict[str, Any]
+MIN_ROUNDS = 100
+"""Fewer rounds say nothing of a rate."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ def _of(data: Data, pair: str, temperature: float) -> Iterator[Compared]:
         if (r["pair"], r["temperature"], r["system"]) != (pair, temperature, "ssd"):
             continue
         if setting is None or not measurements.usable(r) or not r.get("accept_length"):
+            continue
+        if r["ssd"]["rounds"] < MIN_ROUNDS:
             continue
         if r["setting"] not in known:
             known[r["setting"]] = _without(data, r["setting"], pair, temperature)

@@ -119,6 +119,7 @@ def test_smoke_goes_through(pretenders, tmp_path: Path, capsys):
     assert one["ssd"]["round_trip_ms"] == pytest.approx(1.0)
     text = (tmp_path / "report.md").read_text()
     assert "| SSD K=4 F=4 |" in text and "Random arrivals" in text
+    assert "The planner" not in text  # of so few rounds
     assert {"ssd_drafting": 0} in ours.settings and not plain.settings
 
 
