@@ -209,7 +209,10 @@ class Tuner:
         return self._client is not None and (self.fan_out_auto or self.steps_auto)
 
     def configure(self, *, fan_out_auto: bool, steps_auto: bool, backup: str) -> None:
-        """What is left to the tuner from now on; it begins anew."""
+        """What is left to the tuner from now on; if that is new, it begins anew."""
+        wanted = fan_out_auto, steps_auto, backup
+        if self.active and wanted == (self.fan_out_auto, self.steps_auto, self.backup):
+            return
         self.fan_out_auto, self.steps_auto, self.backup = fan_out_auto, steps_auto, backup
         self.paused = False
         self.pay_offs.clear()

@@ -279,6 +279,16 @@ def test_goes_back_to_what_suited_a_batch():
     assert machine.client.setting == alone
 
 
+def test_saying_the_same_again_forgets_nothing():
+    machine = Machine()
+    machine.run(1, 1000)
+    known = dict(machine.tuner.pay_offs)
+    machine.tuner.configure(fan_out_auto=True, steps_auto=False, backup="auto")
+    assert machine.tuner.pay_offs == known and known
+    machine.tuner.configure(fan_out_auto=True, steps_auto=True, backup="auto")
+    assert not machine.tuner.pay_offs and machine.tuner.expected is None
+
+
 def test_at_most_one_prediction_a_verify(monkeypatch):
     calls = 0
     predict = planner.predict
