@@ -17,8 +17,10 @@ import argparse
 import contextlib
 import hashlib
 import json
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -411,6 +413,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         print(f"benchmarks.serve: {e}", file=sys.stderr)
         return 2
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with us
     deadline = time.monotonic() + args.budget_s
     args.out.parent.mkdir(parents=True, exist_ok=True)
     servers = [

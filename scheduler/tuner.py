@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # Whether drafting pays. Counts are rounds of one size of batch.
 FIRST_PROBE = 64
 PROBE_ROUNDS = 8
-PROBE_S = 60.0
+PROBE_S, DOUBT_S = 60.0, 3.0
 TRIAL_ROUNDS = 32
 SETTLE_ROUNDS = 4  # after a switch
 # After a rest the draft server reads what it has missed. Rounds in which more of the rows than this
@@ -86,6 +86,7 @@ class PayOff:
         self.drafted, self.plain = Rate(), Rate()
         self.phase = Phase.DRAFT
         self._left, self._settle = FIRST_PROBE, SETTLE_ROUNDS
+        self._doubted = False
         self._patience = 0
         self._due, self._rest_s = 0.0, REST_S
 
@@ -118,10 +119,13 @@ class PayOff:
             self.plain = Rate()
             self._enter(Phase.PROBE, PROBE_ROUNDS)
         elif self.phase is Phase.PROBE:
-            if self.drafted.per_s < (1 - MARGIN) * self.plain.per_s:
-                self._rest(now, REST_S)
-            else:
+            if self.drafted.per_s >= (1 - MARGIN) * self.plain.per_s:
                 self._draft(now)
+            elif self._doubted:
+                self._rest(now, REST_S)
+            else:  # a few rounds can mislead: the next probe decides
+                self._draft(now, DOUBT_S)
+                self._doubted = True
         elif self.phase is Phase.REST and now >= self._due:
             self.drafted = Rate()
             self._enter(Phase.TRIAL, TRIAL_ROUNDS)
@@ -135,8 +139,9 @@ class PayOff:
         self.phase, self._left, self._settle = phase, rounds, SETTLE_ROUNDS
         self._patience = PATIENCE_ROUNDS if phase is Phase.TRIAL else 0
 
-    def _draft(self, now: float) -> None:
-        self._due = now + PROBE_S
+    def _draft(self, now: float, seconds: float = PROBE_S) -> None:
+        """Draft on, and measure plain rounds again after `seconds`."""
+        self._due, self._doubted = now + seconds, False
         self._enter(Phase.DRAFT, FIRST_PROBE)
 
     def _rest(self, now: float, rest_s: float) -> None:

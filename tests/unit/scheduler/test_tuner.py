@@ -144,7 +144,7 @@ def test_rests_beyond_the_crossover_and_tries_again_ever_more_rarely():
     assert planner.pays_up_to(weak, Deployment()) < 32
     speed = machine.run(64, 6000)
     assert machine.paused_rounds > 0.85 * machine.rounds
-    assert speed > 0.9 * planner.plain_tokens_per_s(weak, 64)
+    assert speed > 0.85 * planner.plain_tokens_per_s(weak, 64)
     first = machine.paused_rounds / machine.rounds
     machine.run(64, 6000)
     assert machine.paused_rounds / machine.rounds > first
@@ -181,6 +181,18 @@ def test_a_trial_waits_until_the_draft_server_has_caught_up():
     assert pay_off.phase is Phase.TRIAL
     rounds(SETTLE_ROUNDS + TRIAL_ROUNDS, 16)
     assert pay_off.phase is Phase.DRAFT
+
+
+def test_one_misleading_probe_does_not_end_drafting():
+    pay_off, now, probes = PayOff(), 0.0, 0
+    for _ in range(6000):
+        now += 0.02
+        before = pay_off.phase
+        disturbed = before is Phase.PROBE and probes % 2 == 0  # the machine idles elsewhere
+        pay_off.observe(12, 8, 0.005 if disturbed else 0.02, now)
+        probes += before is Phase.PROBE and pay_off.phase is not Phase.PROBE
+        assert pay_off.phase is not Phase.REST
+    assert probes >= 4
 
 
 def test_a_draft_server_that_never_catches_up_is_left_to_rest():
