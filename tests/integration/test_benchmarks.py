@@ -1,14 +1,16 @@
-"""The benchmark suite's smoke run on the shared servers: every workload and system goes through."""
+"""The benchmark suite and the planner on the shared servers."""
 
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from benchmarks import suite, workloads
-from parity.harness import configure
+from parity.harness import configure, send_all
 from servers import ServerProcess
+from sgl_ssd import plan
 
 pytestmark = pytest.mark.integration
 
@@ -46,3 +48,16 @@ def test_smoke(ssd_server: ServerProcess, plain_bundled: ServerProcess, tmp_path
         assert outputs == greedy["ar", "", workload], (system, setting, workload)
     text = (tmp_path / "report.md").read_text()
     assert "Random arrivals" in text and "SSD, drafting off" in text
+
+
+def test_planner_reads_a_running_server(ssd_server: ServerProcess, prompts, capsys):
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=4, ssd_backup=2)
+    sampling = {"max_new_tokens": 96, "temperature": 0, "ignore_eos": True}
+    bodies = [{"input_ids": ids, "sampling_params": sampling} for ids in prompts[:12]]
+    send_all(ssd_server, bodies, 1)
+    send_all(ssd_server, bodies, 6)
+    time.sleep(2.5)  # the draft server's numbers come with the next sign of life
+    assert plan.main(["--server", ssd_server.url, "--batch", "1,6", "--json"]) == 0
+    for found in json.loads(capsys.readouterr().out):
+        assert found["tokens_per_s"] > 0 and 0 < found["hit_rate"] <= 1
+        assert found["step_ms"] > 0 and found["round_ms"] > found["verify_ms"] > 0
