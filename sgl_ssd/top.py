@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -28,6 +30,8 @@ PARTS = {
     "verify": ("verify", "blue"),
     "host": ("host work", "green"),
 }
+# The fonts that the reader's machine has, none from elsewhere.
+SVG_FORMAT = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.S)
 MAX_REQUESTS = 12
 CHART_POINTS = 60
 
@@ -163,7 +167,7 @@ def _per_index(shares: Iterable[float | None], first: int) -> str:
 
 
 def _named(shares: Mapping[str, float]) -> str:
-    return "   ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+    return "   ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
 def _number(value: float | None) -> str:
@@ -221,7 +225,7 @@ def _once(client: Client, first: Look, interval: float, svg: Path | None) -> Non
     width = min(100, console.width)
     console.print(render(compare(first, _look(client)), width=width))
     if svg is not None:
-        console.save_svg(str(svg), title="python -m sgl_ssd.top")
+        console.save_svg(str(svg), title="python -m sgl_ssd.top", code_format=SVG_FORMAT)
 
 
 def _live(client: Client, first: Look, interval: float) -> None:

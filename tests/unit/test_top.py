@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +80,17 @@ def test_no_server_is_one_line(capsys: pytest.CaptureFixture) -> None:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sgl_ssd.top: no server at http://127.0.0.1:9")
     assert "python -m sgl_ssd.launch_server" in line
+
+
+def test_a_picture_needs_nothing_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([server_info(1), server_info(2)])
+    monkeypatch.setattr(top.Client, "get", lambda *_: next(looks))
+    file = tmp_path / "top.svg"
+    assert top.main(["--once", "--interval", "0", "--svg", str(file)]) == 0
+    picture = file.read_text()
+    assert "accept" in picture and "font-face" not in picture
+    assert set(re.findall(r"https?://[^ \"]+", picture)) <= {
+        "http://www.w3.org/2000/svg", "https://www.textualize.io",
+    }  # fmt: skip
