@@ -78,7 +78,7 @@ def _settings(frame: Frame) -> str:
 
 
 def _numbers(frame: Frame) -> Table:
-    table = Table.grid(padding=(0, 4))
+    table = Table.grid(padding=(0, 3))
     cells = [
         ("tokens/s", f"{frame.tokens_per_s:.1f}"),
         ("accept length", _number(frame.accept_length)),

@@ -40,6 +40,12 @@ def test_everything_is_there() -> None:
         assert part in text, part
 
 
+def test_the_numbers_fit_into_80_columns() -> None:
+    names = ("tokens/s", "accept length", "hit rate", "verifier idle", "draft idle", "sessions")
+    (line,) = [line for line in shown(80).splitlines() if "tokens/s" in line]
+    assert all(name in line for name in names)
+
+
 def test_alerts_are_shown() -> None:
     text = shown(alerts=["the draft server is down: serving goes on without drafts"])
     assert "! the draft server is down" in text and "no alerts" not in text

@@ -1,0 +1,126 @@
+"""The examples, and the commands of README and docs, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parity.harness import configure, ssd_state
+from servers import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOOLS = ("sgl_ssd.chat", "sgl_ssd.top")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings(ssd_server: ServerProcess) -> Iterator[None]:
+    """Commands of the docs change settings."""
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=4, ssd_backup=3)
+    yield
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=4, ssd_backup=3)
+
+
+def run(command: str | list[str], cwd: Path, seconds: float = 240) -> str:
+    """Standard output; both streams are shown when it fails."""
+    done = subprocess.run(
+        command, shell=isinstance(command, str), cwd=cwd, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=seconds,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def example(name: str, *arguments: str, cwd: Path) -> str:
+    return run([sys.executable, str(EXAMPLES / name), *arguments], cwd)
+
+
+# -- examples ------------------------------------------------------------------------------------
+
+
+def test_every_example_is_run_here() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == set(re.findall(r'example\("(\w+\.py)"', Path(__file__).read_text()))
+
+
+def test_openai_sdk(ssd_server: ServerProcess, tmp_path: Path) -> None:
+    before = ssd_state(ssd_server)
+    out = example("openai_sdk.py", ssd_server.url, cwd=tmp_path)
+    assert re.search(r"--- [1-9]\d* tokens", out)
+    assert out.split("tokens\n")[1].strip().startswith("def read_lines(path):")
+    assert ssd_state(ssd_server)["accepted"] > before["accepted"]
+
+
+def test_sglang_program(ssd_server: ServerProcess, tmp_path: Path) -> None:
+    before = ssd_state(ssd_server)
+    out = example("sglang_program.py", ssd_server.url, cwd=tmp_path)
+    assert re.search(r"^result: \S", out, re.M)
+    assert re.search(r"^call: add\((1, 2)?\)$", out, re.M)
+    assert ssd_state(ssd_server)["drafted"] > before["drafted"]
+
+
+def test_several_choices(ssd_server: ServerProcess, tmp_path: Path) -> None:
+    out = example("several_choices.py", ssd_server.url, cwd=tmp_path)
+    choices = re.findall(r"^choice (\d): (.*)$", out, re.M)
+    assert [index for index, _ in choices] == ["0", "1", "2", "3"]
+    assert len({text for _, text in choices}) > 1
+    assert re.search(r"^seed 7: .*, the same again$", out, re.M)
+
+
+def test_offline_batch(tmp_path: Path) -> None:
+    out = example("offline_batch.py", cwd=tmp_path)
+    lengths = [float(x) for x in re.findall(r"accept length (\d\.\d+)", out)]
+    assert len(lengths) == 4 and max(lengths) > 1
+
+
+# -- commands of the documents -------------------------------------------------------------------
+
+
+def _commands() -> Iterator[str]:
+    """Every curl request, and every call of a tool that talks to a server."""
+    for page in PAGES:
+        blocks = re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S)
+        blocks += re.findall(r"`(curl [^`]+)`", page.read_text())
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            if line.startswith("curl ") or any(f"python -m {tool}" in line for tool in TOOLS):
+                yield line
+
+
+def test_commands_were_found() -> None:
+    commands = "\n".join(_commands())
+    for part in ("/v1/completions", "/server_info", "/set_internal_state", *TOOLS):
+        assert part in commands
+
+
+@pytest.mark.parametrize("command", list(dict.fromkeys(_commands())))
+def test_commands_of_the_documents(command: str, ssd_server: ServerProcess, tmp_path: Path) -> None:
+    address = ssd_server.url.removeprefix("http://")
+    here = command.replace("127.0.0.1:30000", address)
+    if not command.startswith("curl"):
+        here = re.sub(r"^(uv run )?python", sys.executable, here)
+        here = re.sub(r"(-m sgl_ssd\.\w+)", rf"\1 {ssd_server.url}", here)
+        if "sgl_ssd.top" in here and "--once" not in here:
+            here += " --once"
+    out = run(here, tmp_path)
+    if "/v1/completions" in command:
+        assert '"completion_tokens":64' in out.replace(" ", "")
+    elif "/set_internal_state" in command:
+        assert "true" in out
+    elif "/server_info" in command:
+        assert '"hit_rate"' in out
+    elif "--once" in command and "chat" in command:
+        assert re.search(r"\d+ tokens · [\d.]+ tokens/s · .*accept length [\d.]+", out)
+    elif "sgl_ssd.chat" in command:
+        assert ssd_server.url in out
+    else:
+        assert "sgl_ssd.top" in command and "accept length" in out
