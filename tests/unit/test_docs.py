@@ -166,4 +166,4 @@ def test_every_page_is_in_the_navigation() -> None:
         for value in entry.values()
         for page in ([value] if isinstance(value, str) else [p for e in value for p in e.values()])
     }
-    assert listed == {page.name for page in DOCS.glob("*.md")}
+    assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
