@@ -72,6 +72,20 @@ class SSDScheduler(Scheduler):
         if self._engine_paused:  # the loop turns without a rest, until it may go on
             self.maybe_sleep_on_idle()
 
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        """Also while generation is paused and its requests are retracted: they hold no KV.
+
+        Upstream means to, but counts requests that wait as pending, and new weights that cannot
+        flush the cache end the server.
+        """
+        waiting = self.waiting_queue
+        if self._engine_paused:
+            self.waiting_queue = []
+        try:
+            return bool(super().flush_cache(empty_cache))
+        finally:
+            self.waiting_queue = waiting
+
     def is_disable_overlap_for_batch(self, batch: Any, last_batch: Any) -> bool:
         if super().is_disable_overlap_for_batch(batch, last_batch):
             return True
