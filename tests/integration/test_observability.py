@@ -24,7 +24,7 @@ K = 4
 @pytest.fixture(scope="module", autouse=True)
 def settings(ssd_server: ServerProcess) -> Iterator[None]:
     before = ssd_state(ssd_server)
-    configure(ssd_server, ssd_num_steps=K, ssd_fan_out=4, ssd_backup=3)
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=K, ssd_fan_out=4, ssd_backup=3)
     yield
     configure(ssd_server, ssd_num_steps=before["num_steps_max"], ssd_fan_out=4)
 

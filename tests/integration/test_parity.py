@@ -129,6 +129,22 @@ def test_accept_length_does_not_fall_on_prefix_hits(ssd_server, held_out):
     assert warm["prefill_tokens"] - warm["prefill_cached_tokens"] <= 8
 
 
+def test_second_turn_prefills_only_what_is_new(ssd_server, held_out):
+    """The draft keeps the text of a finished request, its answer too, for the next turn."""
+    flat = [token for ids in held_out for token in ids]
+    prompt, more = flat[3000:3200], flat[9000:9020]
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=4)
+    ssd_server.post("/flush_cache", {})
+    first, _ = _traced(ssd_server, _bodies([prompt])[0])
+    turn = _bodies([[*prompt, *first["output_ids"], *more]])
+    second, moved = _traced(ssd_server, turn[0])
+    assert second["meta_info"]["cached_tokens"] >= 200 + NEW_TOKENS - 2
+    assert moved["prefill_tokens"] - moved["prefill_cached_tokens"] <= len(more) + 8
+    assert second["meta_info"]["spec_accept_length"] > 1
+    without = _without_drafts(ssd_server, turn)
+    compare(ssd_server, turn, without, [second], "second turn").check()
+
+
 def _traced(server, body):
     """An answer, and how the draft server's counters moved meanwhile."""
     before = ssd_state(server)["draft_stats"]
