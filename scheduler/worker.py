@@ -373,9 +373,9 @@ class SSDWorker(BaseSpecWorker):
         self.stats.launch.add(launched - started)
         if self.stats.recorder is not None:
             self.stats.recorder.add(SpanKind.LAUNCH, started, launched, count=bs)
+        self._returned_at = launched
         self._send_news(wait=False)
         self.tuner.verified(bs, width, self.drafting)
-        self._returned_at = time.perf_counter()
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),

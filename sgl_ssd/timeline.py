@@ -29,7 +29,7 @@ PAUSE_MS = 500.0  # a longer gap between two verifies is no part of a round
 COLOURS = {
     "verify": "#3b6fb6", "prefill": "#9db8dc", "wait for target": "#d9d9d9", "launch": "#6aa84f",
     "wait for drafts": "#d96459", "host work": "#c9c9c9", "wire": "#8e63b0", "adopt": "#b79ad0",
-    "backup": "#d96459", "build step": "#e08e2b", "build": "#f3d19e",
+    "backup": "#9c2b4e", "build step": "#e08e2b", "build": "#f3d19e",
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _mean(events: Sequence[Event]) -> float:
 
 def window(events: Sequence[Event], rounds: int, at_s: float | None = None) -> Interval:
     """A time with `rounds` verifies in a row, none of them after a pause or a prefill if possible:
-    from the second `at_s` on, or in the middle."""
+    from the second `at_s` on, or those that take the median of all times."""
     target = [e for e in events if e.track == TARGET]
     runs = [
         run
@@ -203,7 +203,7 @@ def window(events: Sequence[Event], rounds: int, at_s: float | None = None) -> I
         runs = [run for run in runs if run[0].begin >= 1e3 * at_s][:1]
     if not runs:
         raise TimelineError(f"no {rounds} verifies in a row: ask for a picture of fewer --rounds")
-    run = runs[len(runs) // 2]
+    run = sorted(runs, key=lambda run: run[-1].begin - run[0].begin)[len(runs) // 2]
     margin = 0.03 * (run[-1].begin - run[0].begin)
     return run[0].begin - margin, run[-1].begin + margin
 
@@ -236,15 +236,15 @@ def draw(events: Sequence[Event], begin: float, end: float, path: str | Path) ->
             y, right - left, height, left - begin, color=colour, edgecolor=edge, linewidth=0.6
         )
         seen.setdefault(name, colour)
-        if event.track == TARGET and right - left > 0.06 * (end - begin):
-            text = f"{event.name}, {event.args.get('tokens', 0)} tokens"
+        if event.track == TARGET and right - left > 0.09 * (end - begin):
+            text = f"{event.name}: {event.args.get('tokens', 0)}"
             axes.text(
                 (left + right) / 2 - begin, y, text, ha="center", va="center", color="white", size=8
             )
     axes.set_yticks(range(len(rows)), [f"{PROCESSES[t[0]]}: {TRACKS[t]}" for t in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, end - begin)
-    axes.set_xlabel("ms")
+    axes.set_xlabel("ms; in the bars of the target, the tokens they have brought")
     axes.axhline(2.5, color="#555555", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     order = [name for name in COLOURS if name in seen]
