@@ -93,6 +93,11 @@ def validate_server_args(server_args: ServerArgs) -> None:
     )
     _require(not server_args.enable_pdmux, "--enable-pdmux: SSD does not support it")
     _require(
+        server_args.grammar_backend != "outlines",
+        "--grammar-backend outlines: its grammars cannot take rejected drafts back; use xgrammar "
+        "or llguidance",
+    )
+    _require(
         mambaish_config(server_args.get_model_config()) is None,
         f"--model-path {server_args.model_path}: this model has recurrent layers (Mamba, linear "
         "attention), whose state SSD cannot take back when a draft is rejected; serve it with "

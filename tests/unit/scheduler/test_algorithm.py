@@ -22,7 +22,7 @@ def server_args(hf_config: PretrainedConfig | None = None, **changes: Any) -> An
         model_path="some/model", speculative_num_steps=4, speculative_num_draft_tokens=None,
         speculative_eagle_topk=None, pp_size=1, dp_size=1, enable_dp_attention=False,
         disaggregation_mode="null", speculative_adaptive=False, enable_two_batch_overlap=False,
-        enable_pdmux=False, get_model_config=lambda: model,
+        enable_pdmux=False, grammar_backend="xgrammar", get_model_config=lambda: model,
     )  # fmt: skip
     return SimpleNamespace(**fields | changes)
 
@@ -51,6 +51,7 @@ def test_recurrent_targets_are_refused(config: type[PretrainedConfig]) -> None:
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"grammar_backend": "outlines"}, "--grammar-backend outlines"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], flag: str) -> None:
