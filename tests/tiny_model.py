@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 VOCAB_SIZE = 512
@@ -46,8 +47,30 @@ def make_tiny_llama(folder: Path, *, seed: int = 0, layers: int = 2, hidden: int
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of exactly VOCAB_SIZE entries: specials, 256 bytes, merges."""
+def resize(source: Path, folder: Path, *, vocab_size: int, context_length: int) -> Path:
+    """The model in `source` with embeddings for other ids and another context; same tokenizer.
+
+    Fewer ids are the first of them; more are such that none of them is ever the likeliest.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": vocab_size, "max_position_embeddings": context_length}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.zeros(vocab_size, tensors[name].shape[1])
+        kept = min(vocab_size, len(tensors[name]))
+        rows[:kept] = tensors[name][:kept]
+        tensors[name] = rows
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_tokenizer(folder: Path, size: int = VOCAB_SIZE) -> None:
+    """A byte-level BPE tokenizer of exactly `size` entries: specials, 256 bytes, merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -55,14 +78,14 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     specials = [AddedToken("<s>", special=True), AddedToken("</s>", special=True)]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=size,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     words = sorted(set(_TEXT.split()))
     tokenizer.train_from_iterator([_TEXT, *words, " ".join(words)], trainer)
-    missing = VOCAB_SIZE - tokenizer.get_vocab_size()
+    missing = size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"<unused{i}>" for i in range(missing)])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

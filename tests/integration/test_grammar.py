@@ -114,6 +114,29 @@ def test_every_kind_of_grammar(ssd_server, plain_bundled):
     assert "unit" not in want[8]["text"]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_keep_to_the_grammar(ssd_server, prompts, temperature):
+    """The draft server knows no grammar, yet most drafts are right; the text stays the same."""
+    kinds = [{"json_schema": json.dumps(CITY)}, {"regex": "[0-9]{40}"}, {"regex": "(cat|dog){20}"}]
+    params = {"max_new_tokens": 48, "temperature": temperature}
+    configure(ssd_server, ssd_num_steps=4, ssd_fan_out=3, ssd_backup=2)
+    for kind in kinds:
+        bodies = [
+            {"input_ids": ids, "sampling_params": params | kind | {"sampling_seed": seed}}
+            for seed, ids in enumerate(prompts[4:12])
+        ]
+        configure(ssd_server, ssd_drafting=0)
+        want = send_all(ssd_server, bodies, 4)
+        configure(ssd_server, ssd_drafting=1)
+        before = ssd_state(ssd_server)
+        got = send_all(ssd_server, bodies, 4)
+        after = ssd_state(ssd_server)
+        configure(ssd_server, ssd_drafting=0)
+        compare(ssd_server, bodies, want, got, str(kind)).check()
+        right, drafted = (after[name] - before[name] for name in ("accepted", "drafted"))
+        assert right > 0.5 * drafted > 0, (kind, right, drafted)
+
+
 def test_malformed_grammars_are_refused_alike(ssd_server, plain_bundled):
     for params in ({"regex": "(["}, {"json_schema": "{"}, {"ebnf": "root = = "}):
         answers = []

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import requests
 from openai import OpenAI
 
 from parity.harness import configure, ssd_state
 
 pytestmark = pytest.mark.integration
+
+ONE_PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
+    "gg=="
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,33 @@ def test_rejected_requests_do_no_harm(client, ssd_server):
     with pytest.raises(RuntimeError, match="400"):
         ssd_server.generate([1, 2, 1 << 30], max_new_tokens=4)
     assert client.completions.create(model="default", prompt="def ", max_tokens=4).choices[0].text
+
+
+def test_an_image_for_a_model_of_text(ssd_server, plain_bundled):
+    """Answered as plain SGLang does, and nothing is left behind."""
+    image = "data:image/png;base64," + ONE_PIXEL
+    parts = [{"type": "text", "text": "What is this?"}]
+    parts.append({"type": "image_url", "image_url": {"url": image}})
+    chat = {"messages": [{"role": "user", "content": parts}], "max_tokens": 24, "temperature": 0}
+    native = {
+        "text": "def f(x):",
+        "image_data": image,
+        "sampling_params": {"max_new_tokens": 24, "temperature": 0},
+    }
+    for path, body in (("/v1/chat/completions", chat), ("/generate", native)):
+        told = []
+        for server in (plain_bundled, ssd_server):
+            answer = requests.post(server.url + path, json=body, timeout=120)
+            said = answer.json()
+            text = (
+                said["choices"][0]["message"]["content"]
+                if "choices" in said
+                else said.get("text", said)
+            )
+            told.append((answer.status_code, text))
+        assert told[0] == told[1]
+        print(path, told[0])
+    assert ssd_server.is_ready()
 
 
 def test_bad_settings_change_nothing(ssd_server):

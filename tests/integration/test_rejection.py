@@ -31,7 +31,7 @@ def server(ssd_server: ServerProcess) -> Iterator[ServerProcess]:
         ssd_backup=2,
     )  # fmt: skip
     yield ssd_server
-    configure(ssd_server, ssd_verification=0)
+    configure(ssd_server, ssd_verification=0, ssd_saguaro_c=1, ssd_proposal_top_m=64)
 
 
 def moved(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
@@ -126,10 +126,17 @@ def marginal(joint: dict[tuple[int, ...], float], place: int) -> dict[int, float
     return out
 
 
-@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
-def test_tokens_are_distributed_as_the_target_says(server, held_out, filters) -> None:
+@pytest.mark.parametrize(
+    ("name", "saguaro_c", "top_m"),
+    [("hot, top-k", 1, 64), ("warm, top-k, top-p", 1, 64), ("hot, top-k", 0.3, 2)],
+)
+def test_tokens_are_distributed_as_the_target_says(
+    server, held_out, name, saguaro_c, top_m
+) -> None:
+    """The last case weighs the likely tokens down and leaves one of three out of proposals."""
+    filters = FILTERS[name]
     prompt = [token for ids in held_out for token in ids][700:760]
-    configure(server, ssd_drafting=0)
+    configure(server, ssd_drafting=0, ssd_saguaro_c=saguaro_c, ssd_proposal_top_m=top_m)
     joint = exact(server, prompt, filters)
     configure(server, ssd_drafting=1)
     assert math.isclose(math.fsum(joint.values()), 1.0, abs_tol=1e-6)
