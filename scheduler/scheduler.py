@@ -23,6 +23,7 @@ class SSDScheduler(Scheduler):
     """Stock scheduler unless the SSD algorithm runs."""
 
     _arrivals = 0
+    waiting_queue: list[Any]
 
     @property
     def _ssd_worker(self) -> SSDWorker | None:
