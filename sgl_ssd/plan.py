@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sgl_ssd import measurements, planner
+from sgl_ssd.client import Client, ServerError
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.planner import Deployment, Measurements, Prediction
 from sgl_ssd.protocol import MAX_STEPS
-
-TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("measurements", nargs="?", type=Path, help="a JSON file; see sgl_ssd.measurements")
     add("--server", metavar="URL", help="measure a running server instead")
+    add("--api-key", metavar="KEY", help="what the server was given as --api-key")
     add("--pair", help="which pair of a benchmark with several")
     add("--temperature", type=float, default=0.0, help="which results of a benchmark")
     add("--batch", default="1,4,16,64", metavar="B,...", help="requests at a time")
@@ -109,9 +108,9 @@ def _load(args: argparse.Namespace) -> Any:
     try:
         if args.server is None:
             return json.loads(args.measurements.read_text())
-        url = args.server.rstrip("/") + "/server_info"
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
+        return Client(args.server, args.api_key).get("/server_info")
+    except ServerError as e:
+        raise ConfigError(str(e)) from None
     except (OSError, ValueError) as e:
         raise ConfigError(f"{args.measurements or args.server}: {e}") from None
 
