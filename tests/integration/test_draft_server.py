@@ -442,7 +442,7 @@ def test_rows_of_a_step_stay_within_the_cap(
     simulation.finish()
     one_long_gap = 40
     assert max(lanes for lanes, _ in seen) <= max(12, one_long_gap)
-    assert engine.stats.step_rows / engine.stats.steps <= 12
+    assert engine.stats.step_rows / engine.stats.step_time.count <= 12
     assert simulation.statuses[Status.HIT] > 30
 
 

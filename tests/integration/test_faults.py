@@ -319,7 +319,8 @@ def test_two_targets_share_a_draft_server(rig: Rig, bodies: Any, expected: Any) 
             same(rig, bodies, expected, answers[i], server.log.stem)
             assert after[i]["hits"] > before[i]["hits"], server.log.stem
         assert after[0]["draft_stats"]["peers"] == 2
-        long = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1500}}
+        params = {"max_new_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
+        long = {"input_ids": [1, 2, 3], "sampling_params": params}
         for _ in range(3):
             threading.Thread(target=_ask_in_vain, args=(second, long), daemon=True).start()
         assert eventually(lambda: ssd_state(rig.server)["draft_stats"]["sessions"] == 3, 30)
