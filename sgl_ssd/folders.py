@@ -18,6 +18,9 @@ import time
 import tqdm
 
 PREFIX = "sgl_ssd_run_"
+MAX_SOCKET_PATH = 100  # characters; the system's own limit is 107 bytes
+ROOM = MAX_SOCKET_PATH - len(f"/{PREFIX}12345678/draft")
+SHORT = "/tmp"  # where a socket's path is never too long
 YOUNG_S = 60.0  # a folder is there a moment before its lock
 
 _locks: dict[str, int] = {}  # open for as long as the folder is ours
@@ -25,8 +28,11 @@ _locks: dict[str, int] = {}  # open for as long as the folder is ours
 
 def make_folder() -> str:
     """A new folder among the temporary files; removes those of processes that were killed."""
-    _sweep(tempfile.gettempdir())
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    among = tempfile.gettempdir()
+    if len(among) > ROOM and os.access(SHORT, os.W_OK):
+        among = SHORT
+    _sweep(among)
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=among)
     _locks[folder] = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(_locks[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -26,7 +26,7 @@ import zmq
 import zmq.utils.z85
 
 from sgl_ssd.errors import ConfigError
-from sgl_ssd.folders import PREFIX, make_folder, remove_folder
+from sgl_ssd.folders import MAX_SOCKET_PATH, PREFIX, make_folder, remove_folder
 from sgl_ssd.keys import ClientKeys, ServerKeys
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,10 @@ def check_endpoint(endpoint: str, keys: bool = False) -> None:
     if scheme == "ipc":
         if not address.startswith("/") or address.endswith("/") or "\0" in address:
             raise ConfigError(f"endpoint {endpoint!r}: an ipc path must be absolute, of a file")
-        if len(address) > 100:
-            raise ConfigError(f"endpoint {endpoint!r}: an ipc path has at most 100 characters")
+        if len(address) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"endpoint {endpoint!r}: an ipc path has at most {MAX_SOCKET_PATH} characters"
+            )
         return
     try:
         url = urlparse(endpoint)

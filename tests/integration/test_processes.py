@@ -151,7 +151,7 @@ def test_a_launcher_that_is_killed_during_the_start_leaves_nothing(tmp_path: Pat
 
 
 def test_ctrl_c_during_the_start_ends_it(tmp_path: Path) -> None:
-    server = make(tmp_path, "interrupted")
+    server = make(tmp_path, "int")
     command = [sys.executable, "-m", server.module, *server.args, "--port", str(server.port)]
     with server.log.open("wb") as sink:
         server.process = subprocess.Popen(command, env=server.env, stdout=sink, stderr=sink)

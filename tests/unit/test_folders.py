@@ -24,6 +24,7 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "SHORT", str(tmp_path))
     return tmp_path
 
 
@@ -52,6 +53,15 @@ def test_a_folder_is_for_this_user_alone_and_goes_when_told() -> None:
     remove_folder(folder)
     remove_folder(folder)
     assert not os.path.exists(folder)
+
+
+def test_a_socket_finds_room_where_temporary_files_have_long_names(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = temporary / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert os.path.dirname(make_folder()) == str(temporary)
 
 
 def test_the_folder_of_a_killed_process_goes_with_the_next_start(temporary: Path) -> None:
