@@ -85,14 +85,13 @@ def check(server: ServerProcess, bodies: list[Body]) -> dict[str, Any]:
     return gained
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_outgrows_the_context_of_the_draft(short_draft, temperature):
+def test_a_request_outgrows_the_context_of_the_draft(short_draft):
     """Up to the border drafts are right; beyond it there are none, and nothing else changes."""
-    inside = check(short_draft, bodies_of([10, 20], 40, temperature=temperature))
+    inside = check(short_draft, bodies_of([10, 20], 40))
     assert inside["accepted"] >= 40 and inside["context"] == 0
-    across = check(short_draft, bodies_of([10, 60, 63, 64, 65], 100, temperature=temperature))
+    across = check(short_draft, bodies_of([10, 60, 63, 64, 65], 100))
     assert across["accepted"] >= 30 and across["context"] > 100
-    beyond = check(short_draft, bodies_of([65, 100, 200], 50, temperature=temperature))
+    beyond = check(short_draft, bodies_of([65, 100, 200], 50))
     assert beyond["drafted"] == 0 and beyond["context"] > 100
     for gained in (inside, across, beyond):
         assert gained["invalid_messages"] == 0
