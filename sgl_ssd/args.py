@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
     """
     parser, seen = _parsers()
     ours, rest = parser.parse_known_args(argv)
+    _refuse_misspelt(rest, parser)
     theirs, _ = seen.parse_known_args(rest)
     if theirs.speculative_algorithm not in (None, "SSD", "ssd"):
         raise ConfigError(
@@ -184,6 +186,16 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
         plan.sglang_argv.extend(["--speculative-algorithm", "SSD"])
     plan.sglang_argv.extend(["--speculative-num-steps", str(ours.speculative_num_steps)])
     return plan
+
+
+def _refuse_misspelt(rest: list[str], parser: argparse.ArgumentParser) -> None:
+    """SGLang would refuse them too, but a page of usage and half a start later."""
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--ssd-"):
+            alike = difflib.get_close_matches(flag, parser._option_string_actions, 1)
+            hint = f"; did you mean {alike[0]}?" if alike else ""
+            raise ConfigError(f"{flag}: there is no such flag{hint}")
 
 
 def from_keywords(

@@ -162,9 +162,12 @@ def test_keys_are_for_a_draft_server_elsewhere(tmp_path: Path) -> None:
             parse(argv, PRIVATE)
 
 
-def test_a_misspelt_flag_of_ours_is_not_swallowed() -> None:
-    assert "--ssd-fanout" in pair("--ssd-fanout", "2").sglang_argv, "SGLang will refuse it"
-    assert "--ssd-fan" in pair("--ssd-fan", "2").sglang_argv, "no abbreviations"
+def test_a_misspelt_flag_of_ours_is_refused_at_once() -> None:
+    for argv in (["--ssd-fan-ut", "3"], ["--ssd-fan-ut=3"]):
+        with pytest.raises(ConfigError, match="--ssd-fan-ut: .* did you mean --ssd-fan-out"):
+            pair(*argv)
+    with pytest.raises(ConfigError, match="--ssd-fan: "):  # no abbreviations
+        pair("--ssd-fan", "2")
 
 
 @pytest.mark.parametrize("name", ["SSD", "ssd"])
