@@ -337,11 +337,15 @@ def line(result: dict[str, Any]) -> str:
     return " | ".join(cells)
 
 
+def split_common(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and those after `--`, which every server gets."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Raises `ValueError` for values of the wrong form."""
-    own, common = argv, []
-    if "--" in argv:
-        own, common = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    own, common = split_common(argv)
     parser = argparse.ArgumentParser(
         "python -m benchmarks.serve",
         description=__doc__,

@@ -99,9 +99,7 @@ def arguments(
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    own, common = argv, []
-    if "--" in argv:
-        own, common = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    own, common = serve.split_common(argv)
     parser = argparse.ArgumentParser(
         "python -m benchmarks.suite",
         description=__doc__,
