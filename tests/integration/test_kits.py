@@ -34,12 +34,11 @@ KITS: dict[type, str] = {
     BasicDecodeCorrectnessMixin: "ascii_ratio determinism_temp_zero max_token_one",
     EBNFConstrainedMixin: "ebnf_generate_email ebnf_generate_greeting ebnf_generate_number "
     "ebnf_generate_phone ebnf_generate_date ebnf_generate_hex_color "
-    "ebnf_generate_custom_log_format ebnf_generate_all_optional_function_params",
+    "ebnf_generate_all_optional_function_params",
     JSONConstrainedMixin: "json_invalid",
     MatchedStopMixin: "finish_stop_str finish_length",
     RegexConstrainedMixin: "regex_generate_email regex_generate_greeting regex_generate_number "
-    "regex_generate_phone regex_generate_date regex_generate_hex_color "
-    "regex_generate_custom_log_format",
+    "regex_generate_phone regex_generate_date regex_generate_hex_color",
     SpecCorrectnessKit: "batch_generation first_token_finish eos_token",
     SpecHiddenStatesKit: "return_hidden_states",
     SpecLogprobKit: "logprob_start_len logprob_match logprob_spec_v2_match "
