@@ -59,6 +59,7 @@ class Recording:
             self.file.add(self._recorder.drain())
             if self.file.full:
                 logger.warning("timeline: %s is full", self.file.path)
+            if self.file.full or self.file.closed:
                 self.stop()
 
     def stop(self) -> None:
@@ -81,7 +82,6 @@ class Recording:
         self._client.record(None)
         self._stop_by = float("inf")
         self.file.close()
-        logger.info("timeline: %s written", self.file.path)
 
 
 def spans_of(message: Spans) -> list[Any]:

@@ -145,12 +145,12 @@ class TraceFile:
 
     @property
     def closed(self) -> bool:
-        """Whether everything is in the file."""
+        """Whether everything is in the file, or could not be written."""
         return not self._thread.is_alive()
 
     def add(self, spans: list[Span]) -> None:
         """Spans of either process; returns at once."""
-        if spans and not self.full:
+        if spans and not (self.full or self.closed):
             self._spans.put(spans)
 
     def close(self) -> None:
@@ -158,16 +158,17 @@ class TraceFile:
         self._spans.put(None)
 
     def _run(self) -> None:
-        with self._file as file:
-            file.write(b"[\n" + b",\n".join(map(orjson.dumps, _names())))
-            while (spans := self._spans.get()) is not None:
-                try:
+        try:
+            with self._file as file:
+                file.write(b"[\n" + b",\n".join(map(orjson.dumps, _names())))
+                while (spans := self._spans.get()) is not None:
                     file.write(b"".join(b",\n" + orjson.dumps(e) for e in self._events(spans)))
                     file.flush()
-                except OSError as e:
-                    logger.warning("timeline %s ends early: %s", self.path, e)
-                    return
-            file.write(b"\n]\n")
+                file.write(b"\n]\n")
+        except OSError as e:  # closing writes what is buffered, so that it can fail as well
+            logger.warning("timeline: %s ends early: %s", self.path, e)
+        else:
+            logger.info("timeline: %s written", self.path)
 
     def _events(self, spans: list[Span]) -> list[dict[str, Any]]:
         if self._origin is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import time
 from pathlib import Path
 
@@ -127,12 +130,46 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         TraceFile(str(tmp_path / "no" / "t.json"))
 
 
-def test_a_disk_that_is_full_ends_the_file_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Disk(io.RawIOBase):
+    """Takes `room` bytes, and then no more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: memoryview, /) -> int:
+        taken = min(self.room, len(data))
+        self.room -= taken
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+
+@pytest.mark.parametrize("room", [0, 5, 2_000, None], ids=["header", "part", "spans", "/dev/full"])
+@pytest.mark.parametrize("buffer", [1, 100_000], ids=["unbuffered", "buffered"])
+@pytest.mark.parametrize("batches", [0, 1, 50])
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_ends_the_file_with_one_line(
+    room: int | None,
+    buffer: int,
+    batches: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    if room is not None:
+        disk = io.BufferedWriter(Disk(room), buffer)
+        monkeypatch.setattr(recorder, "open", lambda *_: disk, raising=False)
     file = TraceFile("/dev/full")
-    file.add([(SpanKind.HOST, 0.0, 1.0, 0, 0)])
-    file._thread.join(10)
-    assert file.closed and "ends early" in caplog.text
-    file.add([(SpanKind.HOST, 0.0, 1.0, 0, 0)])
+    for _ in range(batches):
+        file.add([(SpanKind.HOST, 0.0, 1.0, 0, 0)])
     file.close()
+    file._thread.join(10)
+    fits = room == 2_000 and batches < 50
+    assert file.closed and file._file.closed
+    assert ("ends early" in caplog.text) == (not fits)
+    assert len(caplog.records) == (not fits)
+    waiting = file._spans.qsize()
+    file.add([(SpanKind.HOST, 0.0, 1.0, 0, 0)])
+    assert file._spans.qsize() == waiting, "nobody takes them out"

@@ -111,6 +111,19 @@ def test_a_full_file_ends_the_recording(make: Any, monkeypatch: pytest.MonkeyPat
     assert stats.recorder is None and len(finished(record)) == 5
 
 
+def test_a_full_disk_ends_the_recording(caplog: pytest.LogCaptureFixture) -> None:
+    stats, client, clock = SSDStats(4), Client(up=False), FakeClock()
+    record = Recording("/dev/full", stats, client, clock)  # type: ignore[arg-type]
+    stats.recorder.add(SpanKind.HOST, 0.0, 1.0)
+    record.tick()
+    record.file._thread.join(10)
+    assert record.state == "on"
+    clock.sleep(FLUSH_S)
+    record.tick()
+    assert record.state == "off" and stats.recorder is None
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+
+
 def test_spans_of_the_wire_are_those_of_a_recorder() -> None:
     rows = [(SpanKind.ANSWER, 1.0, 2.0, 7, 3), (SpanKind.ADOPT, 3.0, 2.0, 0, 1)]
     assert recording.spans_of(spans(*rows)) == [
