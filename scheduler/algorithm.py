@@ -97,11 +97,30 @@ def validate_server_args(server_args: ServerArgs) -> None:
         "--grammar-backend outlines: its grammars cannot take rejected drafts back; use xgrammar "
         "or llguidance",
     )
+    if server_args.enable_lora or server_args.lora_paths:
+        _validate_adapters(server_args)
     _require(
         mambaish_config(server_args.get_model_config()) is None,
         f"--model-path {server_args.model_path}: this model has recurrent layers (Mamba, linear "
         "attention), whose state SSD cannot take back when a draft is rejected; serve it with "
         "sglang.launch_server",
+    )
+
+
+def _validate_adapters(server_args: ServerArgs) -> None:
+    """Refuse LoRA backends of SGLang that cannot serve a verify."""
+    if server_args.device == "cpu":  # has a backend of ours
+        return
+    backend, chunk = server_args.lora_backend, server_args.max_lora_chunk_size
+    _require(
+        backend == "csgmv",
+        f"--lora-backend {backend}: SSD needs csgmv; SGLang's other backends take a verify's "
+        "rows of several tokens for prompts, or for single tokens",
+    )
+    _require(
+        chunk == 16,
+        f"--max-lora-chunk-size {chunk}: SSD needs 16; SGLang chooses larger chunks by the number "
+        "of prompt tokens, which a verify does not have",
     )
 
 

@@ -126,6 +126,22 @@ def _session_turn(orig: Any, last_req: Any, req: Any, session_params: Any) -> An
     return orig(last_req, req, session_params)
 
 
+def _check_lora_server_args(orig: Any, server_args: Any) -> None:
+    """SGLang checks adapters' flags, and lets them stand beside NGRAM alone.
+
+    NGRAM verifies as we do: rows of one width, whose adapters LoRA backends find by request.
+    """
+    if server_args.speculative_algorithm != NAME:
+        orig(server_args)
+        return
+    # Resolved arguments are read-only; this is the check's view of them.
+    object.__setattr__(server_args, "speculative_algorithm", None)
+    try:
+        orig(server_args)
+    finally:
+        object.__setattr__(server_args, "speculative_algorithm", NAME)
+
+
 def _load_snapshot_path(orig: Any, ipc_name: str) -> str:
     """In the launcher's private folder, which goes with it: upstream leaves it in /dev/shm."""
     path, folder = str(orig(ipc_name)), os.environ.get("TMPDIR", "")
@@ -149,6 +165,7 @@ def install() -> None:
         (f"{graphs}.get_spec_info", _graph_spec_info),
         ("sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool", _draft_kv_pool),
         (sizing, _extra_context_len),
+        ("sglang.srt.server_args.ServerArgs.check_lora_server_args", _check_lora_server_args),
         ("sglang.srt.managers.load_snapshot.shm_path_for", _load_snapshot_path),
         ("sglang.srt.mem_cache.common.release_kv_cache", _release_kv_cache),
         ("sglang.srt.managers.schedule_batch.Req.update_finish_state", _update_finish_state),

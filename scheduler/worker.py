@@ -74,6 +74,7 @@ class SSDWorker(BaseSpecWorker):
         self.saguaro_c, self.proposal_top_m = config.saguaro_c, config.proposal_top_m
         self._target_worker = target_worker
         self._runner = target_worker.model_runner
+        _refuse_expert_adapters(self._runner)
         self.device = server_args.device
         self.num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = self.num_steps + 1
@@ -282,7 +283,7 @@ class SSDWorker(BaseSpecWorker):
                     [*req.origin_input_ids, *req.output_ids],
                     self._session_sampling(req),
                     _stop_rule(req, self._context_len),
-                    req.extra_key or "",
+                    _draft_key(req),
                 )
                 session.trace = self._request_trace(req)
             last_chunk = batch.prefix_lens[i] + batch.extend_lens[i] >= total
@@ -570,6 +571,15 @@ class SSDWorker(BaseSpecWorker):
         return replace(sampling, top_m=self.proposal_top_m, saguaro_c=self.saguaro_c)
 
 
+def _refuse_expert_adapters(runner: Any) -> None:
+    """SGLang counts the tokens of such layers by prompt lengths, which a verify does not have."""
+    if runner.server_args.enable_lora and runner.lora_manager.lora_backend.is_moe_lora:
+        raise ConfigError(
+            "LoRA adapters on the experts of a mixture of experts: SSD does not support them; "
+            "leave gate_up_proj and down_proj out of --lora-target-modules"
+        )
+
+
 class _GrammarRow:
     """A request as the mask builder sees it: without its grammar once that has failed.
 
@@ -588,6 +598,14 @@ def _wants_drafts(req: Any) -> bool:
         and req.multimodal_inputs is None
         and req.input_embeds is None
     )
+
+
+def _draft_key(req: Any) -> str:
+    """Namespace of a request's prefixes in the draft's cache: its own, whatever its adapter is.
+
+    SGLang appends the adapter's id, which changes the target's KV, but not the draft's.
+    """
+    return (req.extra_key or "").removesuffix(req.lora_id or "")
 
 
 def _room(session: Session) -> int:

@@ -34,6 +34,7 @@ def apply_defaults(server_args: ServerArgs) -> None:
     if args.attention_backend in (None, "intel_amx"):  # intel_amx: SGLang's guess for a CPU
         args.attention_backend = "torch_native"
     args.sampling_backend = "pytorch"
+    args.lora_backend = "torch_native"
     if args.grammar_backend is None:
         args.grammar_backend = "llguidance"
     args.sleep_on_idle = True
@@ -72,6 +73,12 @@ def _refuse(args: ServerArgs) -> None:
         raise ValueError(
             f"--sampling-backend {args.sampling_backend} needs a GPU; on the CPU use pytorch"
         )
+    if args.lora_backend not in ("csgmv", "torch_native"):  # csgmv: SGLang's default
+        raise ValueError(
+            f"--lora-backend {args.lora_backend} needs a GPU; on the CPU use torch_native"
+        )
+    if args.enable_lora_overlap_loading:
+        raise ValueError("--enable-lora-overlap-loading needs a GPU; leave it out on the CPU")
     if args.enable_torch_compile:
         raise ValueError("--enable-torch-compile is not supported on the CPU")
 

@@ -19,10 +19,12 @@ def register(*, invariant: bool) -> None:
     """Register attention and hooks; `HookRegistry.apply_hooks` puts the hooks in place."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+    from sgl_ssd.cpu import lora
     from sgl_ssd.cpu.attention import TorchAttentionBackend
 
     disable_compilation()
     grammar.serve_reasoning()
+    lora.register()
     register_attention_backend("torch_native")(
         lambda model_runner: TorchAttentionBackend(model_runner, invariant=invariant)
     )
@@ -51,6 +53,11 @@ def register(*, invariant: bool) -> None:
         (
             "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_structural_tag",
             grammar.dispatch_structural_tag,
+            HookType.AROUND,
+        ),
+        (
+            "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+            lora.manager_init,
             HookType.AROUND,
         ),
     ):

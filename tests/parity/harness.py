@@ -156,6 +156,7 @@ def _is_near_tie(oracle: ServerProcess, body: Body, want: list[int], got: list[i
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
         "token_ids_logprob": sorted({want[at], got[at]}),
+        "lora_path": body.get("lora_path"),
         "top_logprobs_num": 4096,
     }
     top = oracle.post("/generate", probe)["meta_info"]["output_top_logprobs"][0]

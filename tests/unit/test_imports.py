@@ -23,6 +23,7 @@ SGLANG_USERS = {
     "sgl_ssd.cpu.defaults",
     "sgl_ssd.cpu.grammar",
     "sgl_ssd.cpu.hooks",
+    "sgl_ssd.cpu.lora",
     "sgl_ssd.cpu.platform",
     "sgl_ssd.detokenizer",
     "sgl_ssd.engine",

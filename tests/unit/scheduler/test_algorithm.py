@@ -23,6 +23,8 @@ def server_args(hf_config: PretrainedConfig | None = None, **changes: Any) -> An
         speculative_eagle_topk=None, pp_size=1, dp_size=1, enable_dp_attention=False,
         disaggregation_mode="null", speculative_adaptive=False, enable_two_batch_overlap=False,
         enable_pdmux=False, grammar_backend="xgrammar", get_model_config=lambda: model,
+        device="cuda", enable_lora=None, lora_paths=None, lora_backend="csgmv",
+        max_lora_chunk_size=16,
     )  # fmt: skip
     return SimpleNamespace(**fields | changes)
 
@@ -52,8 +54,23 @@ def test_recurrent_targets_are_refused(config: type[PretrainedConfig]) -> None:
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"grammar_backend": "outlines"}, "--grammar-backend outlines"),
+        ({"enable_lora": True, "lora_backend": "triton"}, "--lora-backend triton"),
+        ({"lora_paths": ["a=b"], "max_lora_chunk_size": 64}, "--max-lora-chunk-size 64"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         validate_server_args(server_args(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_lora": True},
+        {"lora_paths": ["name=folder"]},
+        {"enable_lora": True, "device": "cpu", "lora_backend": "torch_native"},
+        {"lora_backend": "triton"},  # of no use without adapters
+    ],
+)
+def test_adapters_are_served(changes: dict[str, Any]) -> None:
+    validate_server_args(server_args(**changes))

@@ -406,3 +406,31 @@ def test_load_snapshots_lie_in_the_launchers_folder(monkeypatch: pytest.MonkeyPa
     for other in ("/tmp", "/tmp/sgl_ssd_abc/deeper", ""):
         monkeypatch.setenv("TMPDIR", other)
         assert hooks._load_snapshot_path(upstream, "x") == upstream("x")
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+
+class FrozenArgs:
+    """As SGLang's arguments are once they are resolved."""
+
+    def __init__(self, algorithm: str | None) -> None:
+        object.__setattr__(self, "speculative_algorithm", algorithm)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} assigned after resolution")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seen"), [(NAME, None), (None, None), ("NGRAM", "NGRAM"), ("EAGLE", "EAGLE")]
+)
+def test_adapters_are_checked_as_without_drafts(algorithm: str | None, seen: str | None) -> None:
+    args = FrozenArgs(algorithm)
+
+    def check(given: FrozenArgs) -> None:
+        assert given.speculative_algorithm == seen
+        raise ValueError("what the check says")
+
+    with pytest.raises(ValueError, match="what the check says"):
+        hooks._check_lora_server_args(check, args)
+    assert args.speculative_algorithm == algorithm
