@@ -6,6 +6,7 @@ python docs/make_flags.py
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,8 @@ PROGRAMS: dict[str, tuple[str, Callable[[], argparse.ArgumentParser]]] = {
     ),
     "sgl_ssd.keys": ("Keys for a draft server that is reached over a network.", keys.build_parser),
 }
+
+DEFAULT_IN_WORDS = re.compile(r" \(default: ([^()]*)\)$")
 
 HEAD = """# Flags
 
@@ -92,7 +95,10 @@ def _value(action: argparse.Action) -> str:
 def _default(action: argparse.Action) -> str:
     if action.required:
         return "required"
-    if action.default is None or action.default is False:
+    if action.default is None:
+        told = DEFAULT_IN_WORDS.search(action.help or "")
+        return told.group(1) if told else ""
+    if action.default is False:
         return ""
     default = action.default if isinstance(action.default, list) else [action.default]
     return ", ".join(str(value) for value in default)
@@ -101,6 +107,8 @@ def _default(action: argparse.Action) -> str:
 def _meaning(action: argparse.Action) -> str:
     """The help text, without the default that has a column of its own."""
     text = " ".join((action.help or "").split())
+    if action.default is None:
+        return DEFAULT_IN_WORDS.sub("", text)
     return text.removesuffix(" (default: %(default)s)").replace("%(default)s", _default(action))
 
 

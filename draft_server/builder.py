@@ -43,6 +43,7 @@ class Builder:
         self._builds: deque[Draft] = deque()
         self._in_flight: deque[tuple[StepBatch, HostCopy, float]] = deque()
         self._stepped_at = 0.0
+        self._built: list[Draft] = []
 
     @property
     def busy(self) -> bool:
@@ -76,6 +77,7 @@ class Builder:
         draft.built_at, draft.planned_at = None, time.monotonic()
         if draft.feed is None and cache.complete:
             draft.built_at = draft.planned_at
+            self._built.append(draft)
         elif not draft.building:
             draft.building = True
             self._builds.append(draft)
@@ -126,6 +128,11 @@ class Builder:
             own = not_a_root(cache, depth)
             position = len(draft.tokens) - 1 + depth
             feed.late.append(LateRoots(position, own, branches, cache.row[branches]))
+
+    def take_built(self) -> list[Draft]:
+        """Sessions whose caches have been completed since the last call."""
+        built, self._built = self._built, []
+        return [draft for draft in built if draft.built_at is not None]
 
     def ahead(self, draft: Draft) -> float:
         """Seconds since the draft's build was complete; negative: until it will be."""
@@ -200,6 +207,7 @@ class Builder:
             cache.store(part.branches, part.step, lanes)
         if draft.feed is None and cache.complete:
             draft.built_at = time.monotonic()
+            self._built.append(draft)
             self._stats.build(len(cache.depth), draft.planned_at, draft.built_at)
 
     def _store_feed(self, draft: Draft, feed: Feed, ids: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class Draft:
     generation: int = 0
     feed: Feed | None = None
     building: bool = False
+    name: Any = None  # what the server knows it by
     planned_at: float = 0.0  # when the build was begun
     built_at: float | None = None  # when the build was complete; None: not yet
     ahead_s: float = 0.0  # how long before the last news that was; negative: behind
@@ -59,6 +61,10 @@ class Draft:
     def chain(self) -> list[int]:
         """The speculation: drafts after the last committed token."""
         return self.cache.chain
+
+    def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """The speculation cache; see there."""
+        return self.cache.entries(num_steps)
 
     def proposals(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """What the first `count` tokens of `chain` were drawn from; see the cache."""

@@ -237,6 +237,10 @@ class DraftEngine:
         if draft.stage is Stage.READY:
             self._builder.plan(draft, budget=max(0, self._rows_for(draft) - 1))
 
+    def take_built(self) -> list[Draft]:
+        """Sessions whose caches have been completed since the last call."""
+        return [draft for draft in self._builder.take_built() if draft.stage is Stage.READY]
+
     def _rows_for(self, draft: Draft) -> int:
         """Rows of a step for a session: owners share evenly, and leave what they cannot use."""
         left, mine = self.cap, self._ready[draft.owner]

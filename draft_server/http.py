@@ -64,6 +64,8 @@ COUNTERS = {
     "expired_sessions": "Sessions whose end got lost.",
     "unanswered": "Questions that a newer one replaced.",
     "unsent": "Answers that did not get out.",
+    "pushes": "Messages with complete caches, ahead of the question.",
+    "pushed_entries": "Predicted outcomes in them.",
 }
 PREFIX = "ssd_draft_"
 MAX_REQUEST_BYTES = 8 << 10

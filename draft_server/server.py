@@ -18,6 +18,7 @@ from sgl_ssd.fan_out import MAX_FAN_OUT
 from sgl_ssd.protocol import (
     Close,
     Configure,
+    Entries,
     Error,
     Flush,
     Hello,
@@ -47,6 +48,7 @@ ERRORS_PER_S = 10
 MESSAGES_PER_TURN = 1024
 RECEIVE_S = 0.002
 SESSIONS_PER_SLOT = 16
+PUSHED_AT_ONCE = 32  # sessions in one message
 STUCK_S = 10.0
 
 
@@ -75,6 +77,8 @@ class Engine(Protocol):
     def plan(self, draft: Any) -> None: ...
 
     def work(self) -> None: ...
+
+    def take_built(self) -> list[Any]: ...
 
     def summary(self) -> dict[str, float]: ...
 
@@ -137,11 +141,12 @@ class DraftServer:
             self.turn()
 
     def turn(self) -> None:
-        """Take the news, answer, then build for a step."""
+        """Take the news, answer, build for a step, and send what is complete."""
         self._turned_at = self._clock()
         self._receive()
         self._answer()
         self._engine.work()
+        self._push()
         self._keep_house()
 
     # -- receiving -----------------------------------------------------------------------------
@@ -252,6 +257,7 @@ class DraftServer:
             prompt, params, peer.namespace(message.extra_key), peer.num_steps,
             peer.fan_out,
         )  # fmt: skip
+        draft.name = peer.identity, message.sid
         top_m = params.top_m if params.sampled else 0
         peer.sessions[message.sid] = Session(
             message.sid, message.epoch, draft, self._clock(), top_m
@@ -273,6 +279,7 @@ class DraftServer:
         peer.num_steps = message.num_steps
         peer.fan_out = [min(f, MAX_FAN_OUT) for f in message.fan_out]
         peer.backup = message.backup
+        peer.push = message.push
         for session in peer.sessions.values():
             session.draft.num_steps = peer.num_steps
             session.draft.fan_out = list(peer.fan_out)
@@ -424,6 +431,62 @@ class DraftServer:
             proposal_ids=ids,
             proposal_probs=probs,
         )
+
+    # -- ahead of the question -----------------------------------------------------------------
+
+    def _push(self) -> None:
+        """Send the caches that have become complete to the verifiers that want them ahead.
+
+        Where a request is verified by rejection its proposals would have to come along, for every
+        entry: it has to ask.
+        """
+        built: dict[bytes, list[Session]] = {}
+        for draft in self._engine.take_built():
+            identity, sid = draft.name
+            peer = self.peers.find(identity)
+            session = peer.sessions.get(sid) if peer is not None and peer.push else None
+            if session is not None and session.draft is draft and not session.top_m:
+                built.setdefault(identity, []).append(session)
+        for identity, sessions in built.items():
+            peer = self.peers.find(identity)
+            assert peer is not None
+            for at in range(0, len(sessions), PUSHED_AT_ONCE):
+                self._send_entries(peer, sessions[at : at + PUSHED_AT_ONCE])
+
+    def _send_entries(self, peer: Peer, sessions: list[Session]) -> None:
+        begin, steps = self._clock(), peer.num_steps
+        rows = np.zeros((len(sessions), 5), np.int64)
+        chains = np.zeros((len(sessions), steps), np.int32)
+        keys, tokens = [], []
+        for i, session in enumerate(sessions):
+            draft = session.draft
+            chain = draft.chain[:steps]
+            chains[i, : len(chain)] = chain
+            entries, drafts = draft.entries(steps)
+            usable = entries[:, 0] <= len(chain)
+            keys.append(entries[usable])
+            tokens.append(drafts[usable])
+            rows[i] = session.sid, session.epoch, len(draft.tokens), len(chain), len(keys[-1])
+        count = int(rows[:, 4].sum())
+        if not count:
+            return
+        self._send(
+            peer.identity,
+            Entries(
+                num_rows=len(sessions),
+                num_entries=count,
+                num_steps=steps,
+                rows=rows,
+                chains=chains,
+                keys=np.concatenate(keys),
+                tokens=np.concatenate(tokens),
+            ),
+        )
+        self.stats.pushes += 1
+        self.stats.pushed_entries += count
+        recorder = self._recorders.get(peer.identity)
+        if recorder is not None:
+            recorder.add(SpanKind.PUSH, begin, self._clock(), count=count)
 
     # -- housekeeping --------------------------------------------------------------------------
 

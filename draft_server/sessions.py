@@ -40,6 +40,7 @@ class Peer:
     last_seen: float
     generation: int = 0
     sessions: dict[int, Session] = field(default_factory=dict)
+    push: bool = False  # complete caches are sent ahead
     asked_at: float = 0.0  # when its newest question came
 
     def namespace(self, extra_key: str) -> str:
@@ -70,6 +71,10 @@ class Peers:
         if peer is not None:
             peer.last_seen = now
         return peer
+
+    def find(self, identity: bytes) -> Peer | None:
+        """The peer; its lease goes on as it was."""
+        return self._peers.get(identity)
 
     def join(
         self, identity: bytes, hello: Hello, fan_out: list[int], backup: str, now: float

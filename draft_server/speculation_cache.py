@@ -166,6 +166,15 @@ class SpeculationCache:
     def num_branches(self) -> int:
         return int(self.alive.sum())
 
+    def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """What a walk to each branch's root finds: keys int32 [N, 3] of (depth, root, drafts), and
+        the drafts int32 [N, num_steps]. Branches without drafts are left out."""
+        found = np.fromiter(self.index.values(), np.int64, len(self.index))
+        found = found[self.length[found] > 0]
+        length = self.length[found].clip(max=num_steps)
+        keys = np.stack((self.depth[found], self.root[found], length), axis=1)
+        return keys.astype(np.int32), self.tokens[found, :num_steps].astype(np.int32)
+
     # -- walking -------------------------------------------------------------------------------
 
     def walk(self, path: Sequence[int]) -> Walk:

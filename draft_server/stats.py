@@ -104,6 +104,8 @@ class ServerStats:
     expired_sessions: int = 0  # their Close was lost
     unanswered: int = 0  # rounds that a newer one replaced before they were answered
     unsent: int = 0  # answers that the peer's queue had no room for
+    pushes: int = 0  # messages with complete caches, ahead of the question
+    pushed_entries: int = 0
 
     def count(self, status: Status) -> None:
         """One row was answered with `status`."""

@@ -21,6 +21,7 @@ from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
 from sgl_ssd.keys import load_client_keys
 from sgl_ssd.protocol import SpanKind, Status
+from sgl_ssd.scheduler.entries import Entries
 from sgl_ssd.scheduler.proposals import valid_proposals
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, SessionTable, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
@@ -68,6 +69,7 @@ class DraftClient:
         self.num_steps = config.num_steps
         self.fan_out = list(config.fan_out)
         self.backup = config.backup
+        self.push = config.push
         self.server: protocol.Ready | None = None
         self.server_stats: dict[str, float] = {}
         self.waited_s = 0.0  # in the last `collect`
@@ -76,6 +78,7 @@ class DraftClient:
         self._link = 0
         self._round_id = 0
         self._asked_at = 0.0
+        self._awaited = -1  # the round whose answer somebody waits for
         self._last_seen = 0.0
         self._last_ping = 0.0
         self._last_hello = -1e9
@@ -183,7 +186,11 @@ class DraftClient:
         """Change K (at most the start's), fan-out and backup at run time."""
         self.num_steps, self.fan_out, self.backup = num_steps, list(fan_out), backup
         if self.server is not None:
-            self._send(protocol.Configure(num_steps=num_steps, fan_out=fan_out, backup=backup))
+            self._send(
+                protocol.Configure(
+                    num_steps=num_steps, fan_out=fan_out, backup=backup, push=self.push
+                )
+            )
 
     def record(self, on_spans: Callable[[protocol.Spans], None] | None) -> None:
         """Let the draft server record spans for a timeline; `on_spans` gets them, about once a
@@ -285,6 +292,7 @@ class DraftClient:
             session.link = self._link
             session.acked = session.committed
             session.asked = session.answered = -1
+            session.entries = None
         return sent
 
     # -- one round ---------------------------------------------------------------------------
@@ -297,6 +305,7 @@ class DraftClient:
         """
         if not self.up:
             return
+        self._drain()  # entries sent ahead, and answers that nobody waited for
         unanswered = [s for s in self.sessions if self._due(s)]
         wanted: list[Session] = []
         opens = 0
@@ -319,6 +328,8 @@ class DraftClient:
             wanted.append(session)
         if not wanted:
             return
+        for session in wanted:
+            self._take_entry(session)
         rows = np.array(
             [(s.sid, s.wire_epoch, s.acked, s.committed - s.acked) for s in wanted], dtype=np.int64
         )
@@ -338,8 +349,27 @@ class DraftClient:
             )
         )
         if sent:
+            self._awaited = self._round_id
             for session in wanted:
                 session.asked = session.committed
+            if all(s.answered == s.committed for s in wanted):
+                self._awaited = -1
+
+    def _take_entry(self, session: Session) -> None:
+        """If the draft server has sent this outcome's speculation ahead, it is here already."""
+        entries, session.entries = session.entries, None
+        if entries is None or session.answered == session.committed:
+            return
+        drafts = entries.find(session.tokens[entries.base :])
+        if not drafts:
+            return
+        session.answered = session.committed
+        session.status = Status.HIT
+        session.drafts, session.proposals = drafts[: self._hello.num_steps], None
+        self._stats.pushed_hits += 1
+        self._stats.observe_answer(Status.HIT, session.accepted)
+        if session.trace is not None:
+            session.trace.answered(0.0)
 
     def collect(self, sessions: Iterable[Session]) -> bool:
         """Wait for the answers to what was asked of `sessions`, at most until the deadline.
@@ -425,6 +455,8 @@ class DraftClient:
         self._last_seen = self._clock()
         if isinstance(message, protocol.Speculations):
             self._on_speculations(message)
+        elif isinstance(message, protocol.Entries):
+            self._on_entries(message)
         elif isinstance(message, protocol.Ready):
             self._on_ready(message)
         elif isinstance(message, protocol.Pong):
@@ -451,11 +483,12 @@ class DraftClient:
             self._timeouts_in_a_row = 0
             now = self._clock()
             trip_s = now - self._asked_at
-            self._stats.round_trip.add(trip_s)
-            if self._stats.recorder is not None:
-                self._stats.recorder.add(
-                    SpanKind.ROUND_TRIP, self._asked_at, now, answer.round_id, answer.num_rows
-                )
+            if self._awaited == answer.round_id:  # or it may have lain here for a while
+                self._stats.round_trip.add(trip_s)
+                if self._stats.recorder is not None:
+                    self._stats.recorder.add(
+                        SpanKind.ROUND_TRIP, self._asked_at, now, answer.round_id, answer.num_rows
+                    )
             if answer.ahead_us:  # 0: nothing was served
                 side = self._stats.ahead if answer.ahead_us > 0 else self._stats.behind
                 side.add(abs(answer.ahead_us) / 1e6)
@@ -490,7 +523,9 @@ class DraftClient:
                 count = 0
             else:
                 session.acked = max(session.acked, have)
-            if have != session.committed:
+            if status == Status.CONTEXT and have == session.committed:
+                session.refused = True
+            if have != session.committed or session.answered == session.committed:
                 continue
             drafts = drafts[: min(count, self._hello.num_steps)]
             sampled = session.sampling.top_m > 0
@@ -505,11 +540,31 @@ class DraftClient:
             session.proposals = (
                 (answer.proposal_ids[i], answer.proposal_probs[i]) if drafts and sampled else None
             )
-            if status == Status.CONTEXT:
-                session.refused = True
             self._stats.observe_answer(Status(status), session.accepted)
             if session.trace is not None:
                 session.trace.answered(trip_s)
+
+    def _on_entries(self, message: protocol.Entries) -> None:
+        limit = self._hello.vocab_size
+        ids = (message.chains, message.keys[:, 1], message.tokens)
+        if any(((part < 0) | (part >= limit)).any() for part in ids):
+            self._stats.invalid_messages += 1
+            return
+        at = 0
+        for (sid, epoch, base, chain_len, count), chain in zip(
+            message.rows.tolist(), message.chains.tolist(), strict=True
+        ):
+            part = slice(at, at + count)
+            at += count
+            session = self.sessions.by_sid(sid)
+            if session is None or epoch != session.wire_epoch or session.link != self._link:
+                self._stats.stale_answers += 1
+            elif base > session.committed:
+                self._stats.invalid_messages += 1
+            else:
+                session.entries = Entries(
+                    base, chain[:chain_len], message.keys[part], message.tokens[part]
+                )
 
     def _sound_proposals(self, answer: protocol.Speculations) -> list[bool]:
         """Which rows of an answer bring proposals for all their drafts that can be relied on."""

@@ -24,6 +24,7 @@ COUNTERS = {
     "late_answers": "Answers to a question that a newer one had replaced.",
     "stale_answers": "Rows of answers for a session or epoch that is no more.",
     "invalid_messages": "Messages of the draft server that were dropped.",
+    "pushed_hits": "Rounds whose drafts had been sent ahead of the question.",
     "timeouts": "Verifies that went on when the deadline for drafts had passed.",
     "verifies": "Forwards of the target that verified a batch.",
     "verifies_without_drafts": "Verifies of width 1, which are plain decode steps.",
@@ -167,8 +168,8 @@ def _counts(stats: SSDStats) -> Iterator[tuple[str, int]]:
     yield "drafted_tokens", stats.drafted
     yield "accepted_tokens", stats.accepted
     for name in (
-        "late_answers", "stale_answers", "invalid_messages", "timeouts", "verifies",
-        "verifies_without_drafts",
+        "late_answers", "stale_answers", "invalid_messages", "pushed_hits", "timeouts",
+        "verifies", "verifies_without_drafts",
     ):  # fmt: skip
         yield name, getattr(stats, name)
     yield "draft_restarts", stats.restarts

@@ -120,6 +120,7 @@ class SSDScheduler(Scheduler):
                 num_steps=client.num_steps,
                 fan_out=client.fan_out,
                 backup=client.backup,
+                push="on" if client.push else "off",
                 draft="up" if client.up else "down",
                 draft_model=client.server.model_path if client.server else "",
                 draft_stats=client.server_stats,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sgl_ssd.scheduler.entries import Entries
 from sgl_ssd.scheduler.request_trace import RequestTrace
 
 
@@ -48,6 +49,7 @@ class Session:
         link: which connection it was opened on (a restarted server knows no sessions).
         proposals: what `drafts` were drawn from, ids int32 and probabilities float32 [K, M]; None
             if they were drawn coupled.
+        entries: what the draft server has sent ahead of the question; None: nothing, or used up.
         answered: number of committed tokens that `drafts` continues; -1: no answer yet.
         accepted: drafts accepted in the last round; 0 before the first.
         trace: what its client is told about its rounds, if it has asked.
@@ -70,6 +72,7 @@ class Session:
     status: int = -1
     drafts: list[int] = field(default_factory=list)
     proposals: tuple[np.ndarray, np.ndarray] | None = None
+    entries: Entries | None = None
     accepted: int = 0
     trace: RequestTrace | None = None
     done: bool = False

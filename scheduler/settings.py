@@ -7,6 +7,7 @@ That endpoint carries numbers only, so backup and drafting are said as numbers:
   -1 auto;
 * `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
 * `ssd_drafting`: 1 on, 0 off;
+* `ssd_push`: 1: complete caches are sent ahead, 0: the verifier asks;
 * `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards;
 * `ssd_saguaro_c`, `ssd_proposal_top_m`: C, and M up to the start's, likewise;
 * `ssd_trace`: 1 begins to write a timeline, 0 ends it.
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 BACKUPS = ("none", "fast", "jit", "auto")
 AUTO = -1
 _FAN_OUT_AT = "ssd_fan_out_"
+_NOT_TUNED = {
+    "ssd_drafting", "ssd_push", "ssd_verification", "ssd_proposal_top_m", "ssd_trace",
+}  # fmt: skip
 
 
 def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
@@ -69,6 +73,9 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
         backup = values.pop("ssd_backup", BACKUPS.index(tuner.backup))
         if not 0 <= backup < len(BACKUPS):
             raise ConfigError(f"ssd_backup {backup}: 0 is none, 1 is fast, 2 is jit, 3 is auto")
+        push = values.pop("ssd_push", int(client.push))
+        if push not in (0, 1):
+            raise ConfigError(f"ssd_push {push}: 1 is on, 0 is off")
         fan_out_auto = tuner.fan_out_auto and not any(n.startswith("ssd_fan_out") for n in values)
         if values.get("ssd_fan_out") == AUTO:
             del values["ssd_fan_out"]
@@ -79,8 +86,9 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
         if trace is not None:
             _record(worker, bool(trace))
         before = _settings(client)
+        client.push = bool(push)
         client.configure(num_steps, fan_out, BACKUPS[backup])
-        if set(changes) - {"ssd_drafting", "ssd_verification", "ssd_proposal_top_m", "ssd_trace"}:
+        if set(changes) - _NOT_TUNED:
             tuner.configure(
                 fan_out_auto=fan_out_auto, steps_auto=steps_auto, backup=BACKUPS[backup]
             )

@@ -56,6 +56,7 @@ class SSDStats:
         self.stale_answers = 0
         self.invalid_messages = 0
         self.timeouts = 0
+        self.pushed_hits = 0
         self.verifies = 0
         self.verifies_without_drafts = 0
         self.round_trip = MeanTime()
@@ -106,6 +107,7 @@ class SSDStats:
             "accepted_per_position": list(self.accepted_at),
             "answers": answers,
             "hits": hits,
+            "pushed_hits": self.pushed_hits,
             "partial_hits": self.outcomes[Status.PARTIAL],
             "backups": self.outcomes[Status.BACKUP],
             "hit_rate": hits / asked if asked else 0.0,

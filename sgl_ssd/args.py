@@ -18,6 +18,8 @@ from sgl_ssd.protocol import BACKUPS
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_FAN_OUT = "4"
+DEFAULT_BACKUP = "auto"
+MODES = ("ssd", "sync")
 AUTO_NUM_STEPS = 7
 """The K that a start with `auto` makes room for."""
 
@@ -56,15 +58,20 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         f"{AUTO_NUM_STEPS}, as the load asks for (default: %(default)s)",
     )  # fmt: skip
     add(
-        "--ssd-fan-out", default=DEFAULT_FAN_OUT, metavar="F[,F...]",
-        help="bonus tokens to pre-speculate for each accepted length: one number for all, or K+1 "
-        "numbers; auto: as the load asks for (default: %(default)s)",
+        "--ssd-mode", choices=MODES, default="ssd",
+        help="ssd: draft while the target verifies; sync: only after each outcome, which is "
+        "ordinary speculative decoding, to compare with (default: %(default)s)",
     )  # fmt: skip
     add(
-        "--ssd-backup", choices=BACKUPS, default="auto",
+        "--ssd-fan-out", metavar="F[,F...]",
+        help="bonus tokens to pre-speculate for each accepted length: one number for all, or K+1 "
+        f"numbers; auto: as the load asks for (default: {DEFAULT_FAN_OUT})",
+    )  # fmt: skip
+    add(
+        "--ssd-backup", choices=BACKUPS,
         help="what the draft server answers when it did not predict the outcome: draft now (jit), "
         "continue from the request's own text (fast), nothing (none); auto: jit for one request "
-        "at a time, fast for more (default: %(default)s)",
+        f"at a time, fast for more (default: {DEFAULT_BACKUP})",
     )  # fmt: skip
     add(
         "--ssd-drafting",
@@ -72,6 +79,11 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="off: the same verifier without any drafts (default: %(default)s)",
     )
+    add(
+        "--ssd-push", choices=("on", "off"), default="on",
+        help="on: the draft server sends a speculation cache ahead once it is complete, so that a "
+        "hit waits for nothing; off: the verifier asks for every outcome (default: %(default)s)",
+    )  # fmt: skip
     add(
         "--ssd-verification", choices=VERIFICATIONS, default="coupled",
         help="how drafts are verified at temperature > 0: against the target's own sample, drawn "
@@ -214,11 +226,17 @@ def from_keywords(
     unknown = sorted(name for name in rest if name.startswith("ssd_"))
     if unknown:
         raise ConfigError(f"unknown arguments: {', '.join(unknown)}")
-    if isinstance(ours.ssd_drafting, bool):
-        ours.ssd_drafting = "on" if ours.ssd_drafting else "off"
-    if not isinstance(ours.ssd_fan_out, str):
+    for name in ("ssd_drafting", "ssd_push"):
+        if isinstance(getattr(ours, name), bool):
+            setattr(ours, name, "on" if getattr(ours, name) else "off")
+    if ours.ssd_fan_out is not None and not isinstance(ours.ssd_fan_out, str):
         counts = ours.ssd_fan_out
         ours.ssd_fan_out = ",".join(map(str, [counts] if isinstance(counts, int) else counts))
+    for action in parser._actions:
+        value = getattr(ours, action.dest)
+        if action.choices is not None and value is not None and value not in action.choices:
+            choices = ", ".join(action.choices)
+            raise ConfigError(f"{action.option_strings[0]} {value!r}: choose one of {choices}")
     for name in [name for name in rest if hasattr(theirs, name)]:
         setattr(theirs, name, rest[name])
     algorithm = rest.pop("speculative_algorithm", None)
@@ -269,6 +287,26 @@ def _trace_file(path: str | None) -> str | None:
     return path
 
 
+def _check_mode(ours: argparse.Namespace) -> None:
+    """Fill in what the mode decides. Raises `ConfigError` for what contradicts it."""
+    if ours.ssd_mode == "ssd":
+        ours.ssd_fan_out = ours.ssd_fan_out or DEFAULT_FAN_OUT
+        ours.ssd_backup = ours.ssd_backup or DEFAULT_BACKUP
+        return
+    for flag, value, allowed in (
+        ("--ssd-fan-out", ours.ssd_fan_out, "0"),
+        ("--ssd-backup", ours.ssd_backup, "jit"),
+    ):
+        if value not in (None, allowed):
+            raise ConfigError(
+                f"{flag} {value}: --ssd-mode sync predicts no outcome and drafts after each; "
+                f"leave {flag} out"
+            )
+    if ours.speculative_num_steps == AUTO:
+        raise ConfigError("--speculative-num-steps auto: not with --ssd-mode sync; give a number")
+    ours.ssd_fan_out, ours.ssd_backup = "0", "jit"
+
+
 def _plan(
     ours: argparse.Namespace, theirs: argparse.Namespace, private_endpoint: str
 ) -> LaunchPlan:
@@ -288,6 +326,7 @@ def _plan(
             "--speculative-draft-model-path is missing: name a small model of the target's "
             "vocabulary, or a running draft server with --ssd-draft-endpoint"
         )
+    _check_mode(ours)
     steps_auto, fan_out_auto = ours.speculative_num_steps == AUTO, ours.ssd_fan_out == AUTO
     if steps_auto:
         ours.speculative_num_steps = AUTO_NUM_STEPS
@@ -307,6 +346,7 @@ def _plan(
         drafting=ours.ssd_drafting == "on",
         fan_out_auto=fan_out_auto,
         steps_auto=steps_auto,
+        push=ours.ssd_push == "on",
         verification=ours.ssd_verification,
         saguaro_c=ours.ssd_saguaro_c,
         proposal_top_m=ours.ssd_proposal_top_m,

@@ -82,6 +82,7 @@ class VerifierConfig:
     drafting: bool = True
     fan_out_auto: bool = False  # begins with `fan_out`, then follows the load
     steps_auto: bool = False  # so does K, from `num_steps` down
+    push: bool = True  # the draft server sends complete caches ahead
     verification: str = "coupled"
     saguaro_c: float = 1.0
     proposal_top_m: int = 64

@@ -19,7 +19,7 @@ import orjson
 
 from sgl_ssd.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_PROMPT_TOKENS = 4 << 20
@@ -29,6 +29,7 @@ MAX_STEPS = 64
 MAX_BIAS = 1 << 16
 MAX_TOP_M = 1024
 MAX_SPANS = 1 << 14
+MAX_ENTRIES = 1 << 18
 BACKUPS = ("auto", "jit", "fast", "none")
 
 
@@ -62,6 +63,7 @@ class SpanKind(enum.IntEnum):
     BUILD_STEP = 10
     DRAFT_PREFILL = 11
     BUILD = 12  # a session's cache, from the answer to its completion
+    PUSH = 13  # complete caches, sent ahead
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -118,11 +120,15 @@ class Ready(Message, kw_only=True):
 
 
 class Configure(Message, kw_only=True):
-    """Verifier -> draft server: change K (up to the start's), fan-out and backup at run time."""
+    """Verifier -> draft server: change K (up to the start's), fan-out and backup at run time.
+
+    `push`: complete speculation caches shall be sent ahead, as `Entries`.
+    """
 
     num_steps: int
     fan_out: list[int]
     backup: str
+    push: bool = False
 
     def check(self) -> None:
         _require(1 <= self.num_steps <= MAX_STEPS, "Configure: num_steps out of range")
@@ -276,6 +282,49 @@ class Speculations(Message, kw_only=True):
             _require(bool(((num >= 0) & (num <= self.num_steps)).all()), "Speculations: bad length")
 
 
+class Entries(Message, kw_only=True):
+    """Draft server -> verifier: complete speculation caches, ahead of the question.
+
+    Row i of `rows` is (sid, epoch, have_len, chain_len, count): to the session's first `have_len`
+    tokens the drafts `chains[i, :chain_len]` were answered, and the next `count` entries are its
+    cache. Entry j is `keys[j]` = (drafts accepted, bonus token, num): after that outcome come
+    the first `num` of `tokens[j]`. Nothing is expected back: the outcome is reported by
+    `Speculate` as ever, and a lost message costs a wait.
+    """
+
+    num_rows: int
+    num_entries: int
+    num_steps: int
+    rows: Any = None  # int64 [num_rows, 5]
+    chains: Any = None  # int32 [num_rows, num_steps]
+    keys: Any = None  # int32 [num_entries, 3]
+    tokens: Any = None  # int32 [num_entries, num_steps]
+
+    ARRAYS: ClassVar = (
+        ("rows", "<i8", ("num_rows", 5)),
+        ("chains", "<i4", ("num_rows", "num_steps")),
+        ("keys", "<i4", ("num_entries", 3)),
+        ("tokens", "<i4", ("num_entries", "num_steps")),
+    )
+
+    def check(self) -> None:
+        _require(0 <= self.num_rows <= MAX_ROWS, "Entries: too many rows")
+        _require(0 <= self.num_entries <= MAX_ENTRIES, "Entries: too many entries")
+        _require(1 <= self.num_steps <= MAX_STEPS, "Entries: num_steps out of range")
+        if self.rows is None or self.keys is None:
+            return
+        chain_len, count = self.rows[:, 3], self.rows[:, 4]
+        _require(bool((self.rows >= 0).all()), "Entries: negative row field")
+        _require(bool((chain_len <= self.num_steps).all()), "Entries: bad chain length")
+        # One by one as well: a sum of huge numbers may come out right.
+        _require(bool((count <= self.num_entries).all()), "Entries: counts disagree")
+        _require(int(count.sum()) == self.num_entries, "Entries: counts disagree")
+        depth, num = self.keys[:, 0], self.keys[:, 2]
+        reach = np.repeat(chain_len, count)
+        _require(bool(((depth >= 0) & (depth <= reach)).all()), "Entries: bad accepted length")
+        _require(bool(((num >= 1) & (num <= self.num_steps)).all()), "Entries: bad length")
+
+
 class Record(Message, kw_only=True):
     """Verifier -> draft server: begin or end to record spans for a timeline.
 
@@ -323,8 +372,8 @@ class Error(Message, kw_only=True):
 MESSAGES: dict[str, type[Message]] = {
     cls.__name__: cls
     for cls in (
-        Hello, Ready, Configure, Open, Close, Flush, Ping, Pong, Speculate, Speculations, Record,
-        Spans, Error,
+        Hello, Ready, Configure, Open, Close, Flush, Ping, Pong, Speculate, Speculations, Entries,
+        Record, Spans, Error,
     )
 }  # fmt: skip
 _ARRAY_FIELDS = {name: {a[0] for a in cls.ARRAYS} for name, cls in MESSAGES.items()}

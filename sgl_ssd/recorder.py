@@ -45,6 +45,7 @@ _PLACES: dict[int, tuple[int, int, str, str]] = {
     SpanKind.ANSWER: (DRAFT, 1, "answer", "rows"),
     SpanKind.ADOPT: (DRAFT, 1, "adopt", "rows"),
     SpanKind.BACKUP: (DRAFT, 1, "backup", "rows"),
+    SpanKind.PUSH: (DRAFT, 1, "send ahead", "entries"),
     SpanKind.BUILD_STEP: (DRAFT, 2, "build step", "rows"),
     SpanKind.DRAFT_PREFILL: (DRAFT, 2, "prefill", "tokens"),
     SpanKind.BUILD: (DRAFT, 3, "build", "branches"),

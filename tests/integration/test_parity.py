@@ -76,6 +76,36 @@ def test_seeded_sampling_does_not_depend_on_drafting(ssd_server, prompts, backup
     configure(ssd_server, ssd_backup=2)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_hits_that_are_sent_ahead(ssd_server, prompts, temperature):
+    """Alone, with few branches: caches are complete before the outcome, most of the time."""
+    bodies = _bodies(prompts[:8], temperature=temperature)
+    without = _without_drafts(ssd_server, bodies)
+    counts = []
+    for push in (1, 0):
+        before = ssd_state(ssd_server)["pushed_hits"]
+        settings = {"ssd_num_steps": 2, "ssd_fan_out": 2, "ssd_push": push}
+        answers = _with_drafts(ssd_server, bodies, 1, **settings)
+        compare(ssd_server, bodies, without, answers, f"push {push}").check()
+        counts.append(ssd_state(ssd_server)["pushed_hits"] - before)
+    configure(ssd_server, ssd_num_steps=4, ssd_fan_out=4, ssd_push=1)
+    assert counts[0] > 0 and counts[1] == 0
+
+
+def test_drafting_only_after_the_outcome(ssd_server, greedy):
+    """What `--ssd-mode sync` sets: ordinary speculative decoding through the same code."""
+    bodies, without = greedy
+    configure(ssd_server, ssd_drafting=1, ssd_num_steps=4, ssd_fan_out=0, ssd_backup=2)
+    for concurrency in (16, 1):
+        before = ssd_state(ssd_server)
+        answers = send_all(ssd_server, bodies[:12], concurrency)
+        after = ssd_state(ssd_server)
+        compare(ssd_server, bodies[:12], without[:12], answers, "sync").check()
+        assert after["backups"] > before["backups"] and after["accepted"] > before["accepted"]
+        assert after["hits"] == before["hits"]
+    configure(ssd_server, ssd_drafting=0, ssd_num_steps=4, ssd_fan_out=4)
+
+
 def test_text_does_not_depend_on_settings_that_follow_the_load(ssd_server, greedy):
     """Fan-out, backup and K are left to the server, which also measures plain rounds."""
     bodies, without = greedy

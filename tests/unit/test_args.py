@@ -123,6 +123,7 @@ def test_our_flags_do_not_reach_sglang() -> None:
         "--ssd-draft-max-total-tokens", "99", "--ssd-draft-context-length", "77",
         "--ssd-draft-http-port", "8099", "--ssd-verification", "rejection",
         "--ssd-saguaro-c", "0.5", "--ssd-proposal-top-m", "32", "--ssd-trace", "T.json",
+        "--ssd-mode", "ssd", "--ssd-push", "off",
     ]  # fmt: skip
     parser = argparse.ArgumentParser(add_help=False)
     add_ssd_args(parser)
@@ -145,6 +146,30 @@ def test_settings_that_follow_the_load() -> None:
     assert plan.sglang_argv[at + 1] == str(AUTO_NUM_STEPS)
     plan, rest = from_keywords({"ssd_fan_out": "auto", "speculative_num_steps": "auto"}, PRIVATE)
     assert plan.verifier.fan_out_auto and rest["speculative_num_steps"] == AUTO_NUM_STEPS
+
+
+def test_synchronous_mode_predicts_nothing_and_drafts_after_each_outcome() -> None:
+    plan = pair("--ssd-mode", "sync", "--speculative-num-steps", "3")
+    assert (plan.verifier.fan_out, plan.verifier.backup) == ([0] * 4, "jit")
+    assert plan.draft is not None
+    assert (plan.draft.fan_out, plan.draft.backup) == ([0] * 4, "jit")
+    same = pair("--ssd-mode", "sync", "--ssd-fan-out", "0", "--ssd-backup", "jit")
+    assert same.verifier == pair("--ssd-mode", "sync").verifier
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--ssd-fan-out", "4"), ("--ssd-backup", "fast"), ("--speculative-num-steps", "auto")],
+)
+def test_what_contradicts_synchronous_mode_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} {value}: .*sync"):
+        pair("--ssd-mode", "sync", flag, value)
+
+
+def test_push_is_a_setting_of_the_verifier() -> None:
+    assert pair().verifier.push and not pair("--ssd-push", "off").verifier.push
+    plan, _ = from_keywords({"ssd_push": False}, PRIVATE)
+    assert not plan.verifier.push
 
 
 def test_keys_are_for_a_draft_server_elsewhere(tmp_path: Path) -> None:
@@ -336,7 +361,9 @@ def test_an_engine_without_keywords_takes_the_bundled_pair() -> None:
     [
         ({"ssd_fan_uot": 3}, "ssd_fan_uot"),
         ({"speculative_algorithm": "EAGLE"}, "EAGLE"),
-        ({"ssd_backup": "maybe"}, "maybe"),
+        ({"ssd_backup": "maybe"}, "--ssd-backup 'maybe': choose one of auto, jit, fast, none"),
+        ({"ssd_drafting": "maybe"}, "--ssd-drafting 'maybe': choose one of on, off"),
+        ({"ssd_mode": "async"}, "--ssd-mode 'async': choose one of ssd, sync"),
         ({"model_path": "T"}, "--speculative-draft-model-path is missing"),
     ],
 )

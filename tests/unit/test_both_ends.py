@@ -49,6 +49,17 @@ class PretendedDraft:
     chain: list[int] = field(default_factory=list)
     ahead_s: float = 0.0
 
+    def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """For every accepted length the outcome that `BothEnds.round` makes of it."""
+        text, length = list(self.tokens), len(self.tokens)
+        keys, drafts = [], []
+        for depth in range(len(self.chain) + 1):
+            root = length % VOCAB
+            after = drafts_after([*text, *self.chain[:depth], root])[:num_steps]
+            keys.append((depth, root, len(after)))
+            drafts.append(after)
+        return np.array(keys, np.int32), np.array(drafts, np.int32)
+
 
 @dataclass
 class PretendedEngine:
@@ -58,6 +69,7 @@ class PretendedEngine:
     busy: bool = False
     starved: bool = False
     open_drafts: set[PretendedDraft] = field(default_factory=set)
+    planned: list[PretendedDraft] = field(default_factory=list)
 
     def open(
         self, tokens: Sequence[int], params: Any, extra_key: str, num_steps: int,
@@ -88,9 +100,15 @@ class PretendedEngine:
 
     def plan(self, draft: PretendedDraft) -> None:
         assert draft in self.open_drafts
+        self.planned.append(draft)
 
     def work(self) -> None:
         pass
+
+    def take_built(self) -> list[PretendedDraft]:
+        """Most caches are complete at once."""
+        built, self.planned = self.planned, []
+        return [d for d in built if d in self.open_drafts and d.chain and len(d.tokens) % 5]
 
     def summary(self) -> dict[str, float]:
         return {}
@@ -162,6 +180,7 @@ def test_drafts_are_right_or_absent_and_come_back(seed: int) -> None:
         if step % 40 == 30:
             ends.restart()
     assert ends.stats.outcomes[Status.HIT] > 20, "some rounds went well all the same"
+    assert ends.stats.outcomes[Status.HIT] > ends.stats.pushed_hits > 5
     ends.channel.heal()
     ends.ticks(10.0)
     served = [ends.round(sessions) for _ in range(30)]

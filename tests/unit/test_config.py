@@ -134,7 +134,7 @@ def test_settings_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -> None
         num_steps=2, fan_out=[3, 2, 1], backup="fast", drafting=False, draft_timeout_ms=1.5,
         draft_required=True, draft_start_timeout_s=7.0, draft_keys="K", verification="rejection",
         saguaro_c=0.5, proposal_top_m=9, fan_out_auto=True, steps_auto=True,
-        trace_file="/T",
+        trace_file="/T", push=False,
     )  # fmt: skip
     defaults = VerifierConfig(endpoint=ENDPOINT)
     for f in dataclasses.fields(VerifierConfig):

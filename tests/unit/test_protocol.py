@@ -109,6 +109,23 @@ def speculations(draw: Any) -> protocol.Speculations:
 
 
 @st.composite
+def entries(draw: Any) -> protocol.Entries:
+    steps, counts = draw(STEPS), draw(st.lists(st.integers(0, 4), max_size=6))
+    chain_len = draw(ints("<i8", len(counts), 0, steps))
+    names = draw(ints("<i8", 3 * len(counts), 0, 2**63 - 1)).reshape(-1, 3)
+    rows = np.concatenate([names, chain_len[:, None], np.array(counts, "<i8")[:, None]], axis=1)
+    reach = np.repeat(chain_len, counts)
+    depth = np.array([draw(st.integers(0, int(n))) for n in reach], "<i4")
+    num = draw(ints("<i4", len(reach), 1, steps))
+    keys = np.stack([depth, draw(token_ids(len(reach))), num], axis=1)
+    return protocol.Entries(
+        num_rows=len(counts), num_entries=len(reach), num_steps=steps, rows=rows, keys=keys,
+        chains=draw(token_ids(len(counts) * steps)).reshape(-1, steps),
+        tokens=draw(token_ids(len(reach) * steps)).reshape(-1, steps),
+    )  # fmt: skip
+
+
+@st.composite
 def spans(draw: Any) -> protocol.Spans:
     num = draw(st.integers(0, 8))
     kinds = draw(ints("<i8", num, 0, max(SpanKind)))
@@ -131,6 +148,7 @@ VALID: dict[str, st.SearchStrategy] = {
     "Pong": st.builds(protocol.Pong, nonce=INT64, stats=st.dictionaries(TEXT, FINITE, max_size=9)),
     "Speculate": speculates(),
     "Speculations": speculations(),
+    "Entries": entries(),
     "Record": st.builds(protocol.Record, on=st.booleans()),
     "Spans": spans(),
     "Error": st.builds(protocol.Error, code=TEXT, text=TEXT),
@@ -151,6 +169,36 @@ def sample_speculate() -> protocol.Speculate:
     rows = np.array([[1, 0, 10, 2], [2, 0, 5, 1]], np.int64)
     tokens = np.array([7, 8, 9], np.int32)
     return protocol.Speculate(round_id=4, num_rows=2, num_tokens=3, rows=rows, tokens=tokens)
+
+
+def sample_entries(**changes: Any) -> protocol.Entries:
+    fields: dict[str, Any] = {
+        "num_rows": 2, "num_entries": 3, "num_steps": 2,
+        "rows": np.array([[1, 0, 10, 1, 2], [2, 0, 5, 0, 1]], np.int64),
+        "chains": np.array([[4, 0], [0, 0]], np.int32),
+        "keys": np.array([[0, 7, 1], [1, 8, 2], [0, 9, 2]], np.int32),
+        "tokens": np.array([[5, 0], [6, 7], [8, 9]], np.int32),
+    }  # fmt: skip
+    return protocol.Entries(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rows": np.array([[1, 0, 10, 1, 3], [2, 0, 5, 0, 1]], np.int64)}, "counts disagree"),
+        ({"rows": np.array([[1, 0, 10, 1, -1], [2, 0, 5, 0, 4]], np.int64)}, "negative row"),
+        ({"rows": np.array([[1, 0, 10, 3, 2], [2, 0, 5, 0, 1]], np.int64)}, "chain length"),
+        ({"rows": np.array([[1, 0, 10, 0, 2], [2, 0, 5, 0, 1]], np.int64)}, "accepted length"),
+        ({"rows": np.array([[1, 0, 10, 1, 2**62], [2, 0, 5, 0, 2**62]], np.int64)}, "disagree"),
+        ({"keys": np.array([[-1, 7, 1], [1, 8, 2], [0, 9, 2]], np.int32)}, "accepted length"),
+        ({"keys": np.array([[0, 7, 0], [1, 8, 2], [0, 9, 2]], np.int32)}, "bad length"),
+        ({"keys": np.array([[0, 7, 1], [1, 8, 3], [0, 9, 2]], np.int32)}, "bad length"),
+    ],
+)
+def test_entries_that_contradict_themselves_are_refused(changes: dict, text: str) -> None:
+    encode(sample_entries())
+    with pytest.raises(ProtocolError, match=text):
+        encode(sample_entries(**changes))
 
 
 def sample_speculations() -> protocol.Speculations:
@@ -192,6 +240,7 @@ SAMPLES = (
     protocol.Pong(nonce=5, stats={"sessions": 2.0}),
     sample_speculate(),
     sample_speculations(),
+    sample_entries(),
     protocol.Record(on=True),
     sample_spans(),
     protocol.Error(code="c", text="t"),

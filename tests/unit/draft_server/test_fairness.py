@@ -96,6 +96,9 @@ class Engine:
 
     def work(self) -> None: ...
 
+    def take_built(self) -> list[object]:
+        return []
+
     def summary(self) -> dict[str, float]:
         return {}
 

@@ -13,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from channels import FakeClock, MemoryClient, MemoryServer
+from sgl_ssd.draft_server import server
 from sgl_ssd.draft_server.proposals import SamplingParams
-from sgl_ssd.draft_server.server import ERRORS_PER_S, STUCK_S, DraftServer
+from sgl_ssd.draft_server.server import (
+    ERRORS_PER_S,
+    STUCK_S,
+    DraftServer,
+)
 from sgl_ssd.protocol import (
     Close,
     Configure,
+    Entries,
     Error,
     Flush,
     Hello,
@@ -52,6 +58,14 @@ class PretendedDraft:
     ahead_s: float = 0.5
     closed: bool | None = None
     plans: int = 0
+    name: Any = None
+
+    def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """One entry for each accepted length: the bonus token is 50, more follow."""
+        depths = np.arange(K + 1)
+        keys = np.stack((depths, np.full(K + 1, 50), np.full(K + 1, num_steps)), axis=1)
+        tokens = 51 + np.arange(num_steps) + 10 * depths[:, None]
+        return keys.astype(np.int32), tokens.astype(np.int32)
 
 
 @dataclass
@@ -65,6 +79,7 @@ class PretendedEngine:
     drafts: list[PretendedDraft] = field(default_factory=list)
     backups: list[tuple[int, str]] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)
+    built: list[PretendedDraft] = field(default_factory=list)
 
     def open(
         self, tokens: Iterable[int], params: SamplingParams, extra_key: str, num_steps: int,
@@ -108,6 +123,10 @@ class PretendedEngine:
 
     def work(self) -> None:
         pass
+
+    def take_built(self) -> list[PretendedDraft]:
+        built, self.built = self.built, []
+        return built
 
     def summary(self) -> dict[str, float]:
         return {"kv_total": 7.0}
@@ -381,6 +400,71 @@ def test_a_session_twice_in_one_message_counts_once() -> None:
     bench.open()
     answer = bench.round((1, 0, 2, [5]), (1, 0, 2, [5]))
     assert [status(answer, i) for i in (0, 1)] == [Status.BACKUP, Status.UNKNOWN]
+
+
+def push(bench: Bench, *drafts: PretendedDraft) -> Message | None:
+    """The caches of `drafts` are complete: what the verifier gets."""
+    bench.engine.built += drafts
+    bench.server.turn()
+    return bench.receive()
+
+
+def wants(on: bool, **changes: Any) -> Configure:
+    return Configure(
+        **{"num_steps": K, "fan_out": [1] * (K + 1), "backup": "jit", "push": on, **changes}
+    )
+
+
+def test_complete_caches_are_sent_to_those_that_want_them() -> None:
+    bench = Bench()
+    bench.open(sid=1, prompt=[1, 2])
+    bench.open(sid=2, prompt=[3, 4, 5])
+    bench.round((1, 0, 2, [10]), (2, 0, 3, [12]))
+    first, second = bench.engine.drafts
+    assert push(bench, first) is None, "nobody has asked for it"
+    bench.send(wants(True))
+    second.chain = second.chain[:1]
+    message = push(bench, first, second)
+    assert isinstance(message, Entries)
+    assert message.rows.tolist() == [[1, 0, 3, K, K + 1], [2, 0, 4, 1, 2]]
+    assert message.chains.tolist() == [[11, 12, 13], [13, 0, 0]]
+    assert message.keys.tolist() == [
+        [0, 50, K], [1, 50, K], [2, 50, K], [3, 50, K], [0, 50, K], [1, 50, K],
+    ]  # fmt: skip
+    assert message.tokens[[0, 5]].tolist() == [[51, 52, 53], [61, 62, 63]]
+    assert (bench.server.stats.pushes, bench.server.stats.pushed_entries) == (1, K + 3)
+    bench.send(wants(True, num_steps=2, fan_out=[1] * 3))
+    message = push(bench, first)
+    assert isinstance(message, Entries) and message.num_steps == 2
+    assert message.rows.tolist() == [[1, 0, 3, 2, 3]] and message.chains.tolist() == [[11, 12]]
+    bench.send(wants(False))
+    assert push(bench, first) is None
+
+
+def test_nothing_is_sent_ahead_for_a_session_that_is_no_more_or_samples() -> None:
+    bench = Bench()
+    bench.send(wants(True))
+    bench.open(sid=1, prompt=[1, 2])
+    bench.open(sid=2, prompt=[3, 4, 5])
+    bench.open(sid=3, prompt=[3, 4], temperature=1.0, top_m=8)
+    bench.server.turn()
+    closed, replaced, sampled = bench.engine.drafts
+    bench.send(Close(sid=1, epoch=0))
+    bench.open(sid=2, epoch=1, prompt=[3, 4, 5])
+    assert push(bench, closed, replaced, sampled) is None
+    assert isinstance(push(bench, bench.engine.drafts[3]), Entries)
+
+
+def test_many_complete_caches_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PUSHED_AT_ONCE", 3)
+    bench = Bench()
+    bench.send(wants(True))
+    for sid in range(8):
+        bench.open(sid=sid, prompt=[1, 2])
+    bench.server.turn()
+    messages = [push(bench, *bench.engine.drafts), bench.receive(), bench.receive()]
+    assert [m.num_rows for m in messages if isinstance(m, Entries)] == [3, 3, 2]
+    assert [row[0] for m in messages for row in m.rows.tolist()] == list(range(8))
 
 
 def test_only_the_newest_round_is_answered_but_all_are_taken_in() -> None:

@@ -1248,3 +1248,144 @@ def test_the_wire_is_recorded_while_somebody_records(rig: Rig) -> None:
         (protocol.SpanKind.ROUND_TRIP, 1, 1),
         (protocol.SpanKind.DRAFT_WAIT, 0, 0),
     ]
+
+
+# -- entries sent ahead --------------------------------------------------------------------------
+
+
+def sent_ahead(
+    session: Session, chain: list[int], found: dict[tuple[int, int], list[int]], **changes: int
+) -> protocol.Entries:
+    """What a draft server that has answered `chain` says of the outcomes `found`."""
+    row = {"sid": session.sid, "epoch": session.wire_epoch, "have": session.committed} | changes
+    keys = [(depth, root, len(drafts)) for (depth, root), drafts in found.items()]
+    tokens = [drafts + [0] * (K - len(drafts)) for drafts in found.values()]
+    rows = [(row["sid"], row["epoch"], row["have"], len(chain), len(found))]
+    return protocol.Entries(
+        num_rows=1, num_entries=len(found), num_steps=K, rows=np.array(rows, np.int64),
+        chains=np.array([chain + [0] * (K - len(chain))], np.int32),
+        keys=np.array(keys, np.int32).reshape(-1, 3),
+        tokens=np.array(tokens, np.int32).reshape(-1, K),
+    )  # fmt: skip
+
+
+def opened(played: Rig) -> Session:
+    """A session whose first question was answered with the drafts 5 and 6."""
+    session = played.open()
+    played.client.ask([session])
+    question = played.asked()
+    row = (session.sid, 0, 3, Status.BACKUP, 2)
+    played.say(answer(question.round_id, [row], [[5, 6, 0, 0]]))
+    assert played.client.collect([session]) and session.speculation() == [5, 6]
+    return session
+
+
+def test_a_hit_that_was_sent_ahead_waits_for_nothing(played: Rig) -> None:
+    session = opened(played)
+    played.say(sent_ahead(session, [5, 6], {(1, 9): [10, 11], (0, 7): [12]}))
+    session.commit([5, 9])
+    session.accepted = 1
+    begun = played.clock.now
+    played.client.ask([session])
+    assert session.speculation() == [10, 11] and session.status == Status.HIT
+    assert played.client.collect([session]) and played.clock.now == begun
+    assert played.stats.pushed_hits == 1 and played.stats.timeouts == 0
+    assert played.stats.predictions["hit"] == [0, 1, 0, 0, 0]
+    question = played.asked()  # the draft server hears of the outcome all the same
+    assert question.tokens.tolist() == [5, 9]
+    # Its answer acknowledges, and counts for nothing else.
+    trips = played.stats.round_trip.count
+    played.clock.sleep(0.3)
+    row = (session.sid, 0, 5, Status.HIT, 2)
+    played.say(answer(question.round_id, [row], [[10, 11, 0, 0]]))
+    played.client.tick()
+    assert session.acked == 5 and session.speculation() == [10, 11]
+    assert played.stats.outcomes[Status.HIT] == 1 and played.stats.round_trip.count == trips
+    # And is not waited for the next time either.
+    session.commit([10, 20])
+    played.client.ask([session])
+    assert session.speculation() == []
+    assert played.asked().tokens.tolist() == [10, 20]
+
+
+def test_an_outcome_that_was_not_sent_ahead_is_asked_for(played: Rig) -> None:
+    session = opened(played)
+    played.say(sent_ahead(session, [5, 6], {(0, 7): [12]}))
+    session.commit([8])
+    played.client.ask([session])
+    assert session.speculation() == []
+    row = (session.sid, 0, 4, Status.BACKUP, 1)
+    played.say(answer(played.asked().round_id, [row], [[33, 0, 0, 0]]))
+    assert played.client.collect([session]) and session.speculation() == [33]
+    assert played.stats.pushed_hits == 0 and played.stats.predictions["miss"][0] == 2
+
+
+def test_only_those_without_an_entry_are_waited_for(played: Rig) -> None:
+    first, second = opened(played), played.open("other", [1, 2])
+    played.client.ask([second])
+    row = (second.sid, 0, 2, Status.EMPTY, 0)
+    played.say(answer(played.asked().round_id, [row], [[0, 0, 0, 0]]))
+    played.client.collect([second])
+    played.say(sent_ahead(first, [5, 6], {(0, 7): [12]}))
+    for session in (first, second):
+        session.commit([7])
+    played.client.ask([first, second])
+    assert first.speculation() == [12] and second.speculation() == []
+    begun = played.clock.now
+    assert not played.client.collect([first, second])
+    assert played.clock.now - begun == pytest.approx(0.05)
+    assert first.speculation() == [12] and played.stats.timeouts == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "counter"),
+    [
+        ({"epoch": 1}, "stale_answers"), ({"sid": 99}, "stale_answers"),
+        ({"have": 4}, "invalid_messages"),
+    ],
+)  # fmt: skip
+def test_entries_of_something_else_are_dropped(played: Rig, changes: dict, counter: str) -> None:
+    session = opened(played)
+    played.say(sent_ahead(session, [5, 6], {(0, 7): [12]}, **changes))
+    session.commit([7]) if "have" not in changes else None
+    played.client.ask([session])
+    assert getattr(played.stats, counter) == 1 and played.stats.pushed_hits == 0
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+@pytest.mark.parametrize("where", ["chain", "root", "draft"])
+def test_entries_with_ids_that_are_no_tokens_are_dropped(played: Rig, bad: int, where: str) -> None:
+    session = opened(played)
+    chain, root, draft = [5, 6], 7, 12
+    if where == "chain":
+        chain = [5, bad]
+    elif where == "root":
+        root = bad
+    else:
+        draft = bad
+    played.say(sent_ahead(session, chain, {(0, 7): [12], (0, root): [draft]}))
+    session.commit([7])
+    played.client.ask([session])
+    assert session.speculation() == [] and played.stats.invalid_messages == 1
+
+
+def test_entries_for_a_text_that_went_on_otherwise_are_not_used(played: Rig) -> None:
+    """The last answer was late: what was verified is not the chain that the entries are for."""
+    session = opened(played)
+    late = sent_ahead(session, [5, 6], {(1, 9): [10, 11]})
+    session.commit([8])
+    played.say(late)
+    session.commit([9])
+    played.client.ask([session])
+    assert session.speculation() == [] and session.entries is None
+
+
+def test_push_is_part_of_the_settings(played: Rig) -> None:
+    played.client.push = False
+    played.client.configure(2, [1, 1, 1], "jit")
+    (message,) = played.heard()
+    assert isinstance(message, protocol.Configure) and not message.push
+    played.client.push = True
+    played.client.configure(2, [1, 1, 1], "jit")
+    (message,) = played.heard()
+    assert isinstance(message, protocol.Configure) and message.push

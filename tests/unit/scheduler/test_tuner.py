@@ -45,6 +45,7 @@ class Client:
         self.server_stats: dict[str, float] = {}
         self.truth = truth
         self.configured = 0
+        self.push = True
         self.observe(1)
 
     def configure(self, num_steps: int, fan_out: list[int], backup: str) -> None:
