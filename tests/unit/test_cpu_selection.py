@@ -101,6 +101,8 @@ def _args(**changes: Any) -> Any:
         "decode_attention_backend": None,
         "sampling_backend": None,
         "grammar_backend": None,
+        "lora_backend": "csgmv",
+        "enable_lora_overlap_loading": None,
         "sleep_on_idle": False,
         "disable_custom_all_reduce": False,
         "enable_torch_compile": False,
@@ -131,6 +133,7 @@ def test_defaults() -> None:
     assert args.attention_backend == "torch_native"
     assert args.sampling_backend == "pytorch"
     assert args.grammar_backend == "llguidance"
+    assert args.lora_backend == "torch_native"
     assert args.sleep_on_idle
     assert args.dtype == "float32"
     assert args.max_running_requests == 48
@@ -176,6 +179,8 @@ def test_kv_pool_of_a_larger_model_is_bounded_in_bytes() -> None:
         ({"decode_attention_backend": "fa3"}, "--decode-attention-backend fa3"),
         ({"grammar_backend": "xgrammar"}, "--grammar-backend xgrammar"),
         ({"sampling_backend": "flashinfer"}, "--sampling-backend flashinfer"),
+        ({"lora_backend": "triton"}, "--lora-backend triton"),
+        ({"enable_lora_overlap_loading": True}, "--enable-lora-overlap-loading"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
     ],
 )
