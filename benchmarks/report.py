@@ -74,7 +74,7 @@ def time_table(groups: Groups, scene: Scene) -> list[str]:
     head = ["setting", "at a time", "hit rate", "drafts accepted", "round"]
     head += [name for _, name in ROUND_PARTS]
     head += ["the rest", "target idle", "draft answers after", "draft ahead", "draft behind"]
-    head += ["build step", "rows", "issuing it", "jit"]
+    head += ["build step", "rows", "issuing it", "jit", "draft idle"]
     rows = []
     for key in keys_of(groups, scene):
         if not key.ours or key.is_off:
@@ -87,7 +87,7 @@ def time_table(groups: Groups, scene: Scene) -> list[str]:
             numbers += [total, *parts, rest]
             names = ("verifier_idle", "round_trip", "draft_ahead", "draft_behind")
             numbers += [mean_of(runs, "ssd", f"{name}_ms") for name in names]
-            names = ("build_step_ms", "branch_rows", "launch_ms", "jit_ms")
+            names = ("build_step_ms", "branch_rows", "launch_ms", "jit_ms", "idle_ms")
             numbers += [mean_of(runs, "ssd", "draft", n) for n in names]
             rows.append([key.setting, str(level), *map(text, numbers)])
     kept = [i for i in range(len(head)) if i < 2 or any(r[i] for r in rows)]

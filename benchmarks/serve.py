@@ -288,6 +288,10 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
             total = new[mean] * new[number] - old.get(mean, 0.0) * old.get(number, 0)
             draft[mean] = total / count
             draft[number] = count
+    answered = new.get("rounds", 0) - old.get("rounds", 0)
+    if answered > 0 and "idle_seconds" in new:
+        idle = new["idle_seconds"] - old.get("idle_seconds", 0.0)
+        draft["idle_ms"] = 1e3 * idle / answered  # of a round
     result["draft"] = draft
     if "auto" in after:
         result["auto"] = after["auto"] | {n: after[n] for n in ("num_steps", "fan_out", "backup")}

@@ -66,6 +66,7 @@ COUNTERS = {
     "unsent": "Answers that did not get out.",
     "pushes": "Messages with complete caches, ahead of the question.",
     "pushed_entries": "Predicted outcomes in them.",
+    "idle_seconds": "Time in which there was nothing to do, requests or not.",
 }
 PREFIX = "ssd_draft_"
 MAX_REQUEST_BYTES = 8 << 10

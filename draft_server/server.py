@@ -161,6 +161,8 @@ class DraftServer:
             if self._asked and self._clock() - begin > RECEIVE_S:
                 return  # one verifier's flood does not keep another's question waiting
             received = self._channel.recv(timeout)
+            if timeout:
+                self.stats.idle_seconds += self._clock() - begin
             if received is None:
                 return
             timeout = 0.0

@@ -106,6 +106,7 @@ class ServerStats:
     unsent: int = 0  # answers that the peer's queue had no room for
     pushes: int = 0  # messages with complete caches, ahead of the question
     pushed_entries: int = 0
+    idle_seconds: float = 0.0  # in which there was nothing to do
 
     def count(self, status: Status) -> None:
         """One row was answered with `status`."""

@@ -176,14 +176,25 @@ def _looks() -> tuple[dict, dict]:
 
 def test_difference_of_two_looks():
     before, after = _looks()
-    before["draft_stats"] = {"build_steps": 10.0, "build_step_ms": 9.0}
-    after["draft_stats"] = {"build_steps": 30.0, "build_step_ms": 5.0}
+    before["draft_stats"] = {
+        "build_steps": 10.0,
+        "build_step_ms": 9.0,
+        "rounds": 2,
+        "idle_seconds": 1.0,
+    }
+    after["draft_stats"] = {
+        "build_steps": 30.0,
+        "build_step_ms": 5.0,
+        "rounds": 6,
+        "idle_seconds": 1.1,
+    }
     found = serve.difference(before, after)
     assert found["rounds"] == 2 and found["accept_rate"] == 0.5 and found["hit_rate"] == 0.5
     assert found["round_trip_ms"] == pytest.approx(3.0) and found["draft_wait_ms"] is None
     assert found["without_drafts"] == {"late": 1}
     assert found["accepted_per_position"] == [1, 1, 1, 0]
     assert found["draft"]["build_step_ms"] == pytest.approx(3.0)
+    assert found["draft"]["idle_ms"] == pytest.approx(25)
 
 
 def _result(system: str, setting: str, concurrency: int, tokens_per_s: float, **more) -> dict:

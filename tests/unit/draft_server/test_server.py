@@ -17,6 +17,7 @@ from sgl_ssd.draft_server import server
 from sgl_ssd.draft_server.proposals import SamplingParams
 from sgl_ssd.draft_server.server import (
     ERRORS_PER_S,
+    IDLE_POLL_S,
     STUCK_S,
     DraftServer,
 )
@@ -407,6 +408,23 @@ def push(bench: Bench, *drafts: PretendedDraft) -> Message | None:
     bench.engine.built += drafts
     bench.server.turn()
     return bench.receive()
+
+
+def test_time_without_anything_to_do_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    waits: list[float] = []
+
+    def recv(timeout_s: float) -> None:
+        waits.append(timeout_s)
+        bench.clock.sleep(timeout_s)
+
+    monkeypatch.setattr(bench.channel, "recv", recv)
+    before = bench.server.stats.idle_seconds
+    bench.server.turn()
+    bench.engine.busy = True
+    bench.server.turn()
+    assert waits == [IDLE_POLL_S, 0.0]
+    assert bench.server.stats.idle_seconds - before == pytest.approx(IDLE_POLL_S)
 
 
 def wants(on: bool, **changes: Any) -> Configure:
