@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks import suite, workloads
-from parity.harness import configure, send_all
+from benchmarks import overhead, suite, workloads
+from benchmarks.servers import Attached, Pair, ServerSpec
+from parity.harness import configure, send_all, ssd_state
 from servers import ServerProcess
 from sgl_ssd import plan
+from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 
 pytestmark = pytest.mark.integration
 
@@ -61,3 +65,22 @@ def test_planner_reads_a_running_server(ssd_server: ServerProcess, prompts, caps
     for found in json.loads(capsys.readouterr().out):
         assert found["tokens_per_s"] > 0 and 0 < found["hit_rate"] <= 1
         assert found["step_ms"] > 0 and found["round_ms"] > found["verify_ms"] > 0
+
+
+def test_overhead_is_measured_on_real_servers(ssd_server: ServerProcess):
+    """One server plays all parts: what is the same costs nothing, within much noise."""
+    spec = ServerSpec(Pair("bundled", str(TARGET_PATH), str(DRAFT_PATH)), "ssd-cpu", 4, 0, 0)
+    server = Attached(spec, ssd_server.url)
+    server._process = ssd_server.process
+    args = argparse.Namespace(minutes=0.0, requests=2, tokens=24)
+    try:
+        (repetition,) = overhead.run(dict.fromkeys(overhead.VARIANTS, server), args)
+    finally:
+        Path(ssd_state(ssd_server)["trace_file"]).unlink(missing_ok=True)
+    for variant in overhead.VARIANTS:
+        for block in repetition[variant]:
+            assert block.tokens_per_s > 0
+            # About three tokens a verify; two processes compute at once.
+            assert 48 / 5 < 1e3 / block.wall_ms_per_verify * 48 / block.tokens_per_s < 48
+            assert block.cpu_ms_per_verify < 3 * block.wall_ms_per_verify
+    assert overhead.table([repetition]).count("\n") == 8
