@@ -20,6 +20,17 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sgl_ssd.ngram import WINDOW, ngram_continuation
 
 
+class GrammarRow:
+    """A request as the mask builder sees it: without its grammar once that has failed.
+
+    A grammar that refuses a token it has allowed ends its request (`to_finish`). Under the overlap
+    loop the request has one more row by then, for which a mask could only raise an error.
+    """
+
+    def __init__(self, req: Any) -> None:
+        self.grammar = None if req.to_finish is not None else req.grammar
+
+
 def fit_drafts(
     grammar: Any, tokenizer: Any, drafts: list[int], text: array[int], limit: int
 ) -> list[int]:

@@ -80,6 +80,13 @@ class Drafts:
         self.ids[row, :n, : ids.shape[1]] = ids[:n]
         self.probs[row, :n, : ids.shape[1]] = probs[:n]
 
+    def chain(self, width: int) -> np.ndarray:
+        """Room for the last committed token, then the first `width` - 1 drafts: int64
+        [bs, width]."""
+        chain = np.zeros((len(self.tokens), width), np.int64)
+        chain[:, 1:] = self.tokens[:, : width - 1]
+        return chain
+
     def _make_room(self) -> None:
         if len(self.ids) < len(self.lens):
             shape = (len(self.lens), *self.ids.shape[1:])

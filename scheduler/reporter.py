@@ -55,7 +55,7 @@ class SSDMetricsReporter(SchedulerMetricsReporter):
             from sgl_ssd.scheduler.metrics import SSDMetrics
 
             self._ssd_metrics = SSDMetrics(self.metrics_collector.labels)
-        self._ssd_metrics.publish(worker.stats, worker.client, worker.drafting)
+        self._ssd_metrics.publish(worker.stats, worker.client, worker.exchange.drafting)
 
 
 class LogLine:

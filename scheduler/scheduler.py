@@ -109,9 +109,9 @@ class SSDScheduler(Scheduler):
     def _ssd_state(self, worker: SSDWorker) -> dict[str, Any]:
         state: dict[str, Any] = worker.stats.as_dict()
         state["num_steps_max"] = worker.num_steps
-        state["verification"] = worker.verification
+        state["verification"] = worker.exchange.verification
         state.update(worker.tuner.as_dict())
-        state["drafting"] = "on" if worker.drafting else "off"
+        state["drafting"] = "on" if worker.exchange.drafting else "off"
         state["trace"] = worker.trace_state
         state["trace_file"] = worker.trace_file
         client = worker.client

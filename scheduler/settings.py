@@ -42,18 +42,19 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
     Raises `ConfigError`, in which case nothing has changed.
     """
     changes = dict(changes)
-    saguaro_c = _saguaro_c(changes.pop("ssd_saguaro_c", worker.saguaro_c))
+    exchange = worker.exchange
+    saguaro_c = _saguaro_c(changes.pop("ssd_saguaro_c", exchange.saguaro_c))
     for name, value in changes.items():
         if isinstance(value, bool) or value != int(value):
             raise ConfigError(f"{name} {value!r}: must be an integer")
     values = {name: int(value) for name, value in changes.items()}
-    drafting = values.pop("ssd_drafting", int(worker.drafting))
+    drafting = values.pop("ssd_drafting", int(exchange.drafting))
     if drafting not in (0, 1):
         raise ConfigError(f"ssd_drafting {drafting}: 1 is on, 0 is off")
-    verification = values.pop("ssd_verification", VERIFICATIONS.index(worker.verification))
+    verification = values.pop("ssd_verification", VERIFICATIONS.index(exchange.verification))
     if not 0 <= verification < len(VERIFICATIONS):
         raise ConfigError(f"ssd_verification {verification}: 0 is coupled, 1 is rejection")
-    top_m = values.pop("ssd_proposal_top_m", worker.proposal_top_m)
+    top_m = values.pop("ssd_proposal_top_m", exchange.proposal_top_m)
     if not 1 <= top_m <= worker.config.proposal_top_m:
         raise ConfigError(
             f"ssd_proposal_top_m {top_m}: must lie in 1..{worker.config.proposal_top_m}"
@@ -94,11 +95,11 @@ def apply(worker: SSDWorker, changes: dict[str, Any]) -> None:
             )
         if _settings(client) != before:
             logger.info("settings: K=%d, fan-out %s, backup %s", *_settings(client))
-    if worker.drafting != bool(drafting):
+    if exchange.drafting != bool(drafting):
         logger.info("drafting %s", "on" if drafting else "off")
-    worker.drafting = bool(drafting)
-    worker.verification = VERIFICATIONS[verification]
-    worker.saguaro_c, worker.proposal_top_m = saguaro_c, top_m
+    exchange.drafting = bool(drafting)
+    exchange.verification = VERIFICATIONS[verification]
+    exchange.saguaro_c, exchange.proposal_top_m = saguaro_c, top_m
 
 
 def _saguaro_c(value: Any) -> float:

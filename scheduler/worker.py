@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,22 +25,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from sgl_ssd import explain
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ConfigError, DraftUnavailableError
-from sgl_ssd.protocol import SpanKind, Status
-from sgl_ssd.sampling import TOP_K_ALL
+from sgl_ssd.protocol import SpanKind
 from sgl_ssd.scheduler import hooks
 from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
-from sgl_ssd.scheduler.grammar import fit_drafts
+from sgl_ssd.scheduler.exchange import DraftExchange
+from sgl_ssd.scheduler.grammar import GrammarRow
 from sgl_ssd.scheduler.graphs import PlainDecodeGraphs
 from sgl_ssd.scheduler.inputs import DraftInput, VerifyInput
 from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
-from sgl_ssd.scheduler.outcomes import OutcomeCopier, PendingOutcome
-from sgl_ssd.scheduler.proposals import Drafts
+from sgl_ssd.scheduler.outcomes import OutcomeCopier
 from sgl_ssd.scheduler.recording import Recording
-from sgl_ssd.scheduler.request_trace import RequestTrace
-from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
 from sgl_ssd.scheduler.tuner import Tuner
 from sgl_ssd.vocabulary import read_vocabulary
@@ -50,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 TRACE_FILE = "ssd_trace.json"
 PAUSE_S = 0.5  # a longer time between two forwards is no part of a round
-_SOURCES = {int(Status.HIT): "hit", int(Status.PARTIAL): "partial"}
 
 
 class SSDWorker(BaseSpecWorker):
@@ -69,9 +63,6 @@ class SSDWorker(BaseSpecWorker):
         self.config = config
         self.server_args = server_args
         self.ps = ps
-        self.drafting = config.drafting
-        self.verification = config.verification
-        self.saguaro_c, self.proposal_top_m = config.saguaro_c, config.proposal_top_m
         self._target_worker = target_worker
         self._runner = target_worker.model_runner
         _refuse_expert_adapters(self._runner)
@@ -82,17 +73,17 @@ class SSDWorker(BaseSpecWorker):
         self.sampler: TargetSampler | None = None
         self._plain = PlainDecodeGraphs(self._runner)
         self._copy_outcome = OutcomeCopier(self.device)
-        self._pending: list[PendingOutcome] = []
-        self._asking: dict[int, Session] = {}
         self._context_len = self._runner.model_config.context_len
-        # For the times between two forwards: when the last one was launched, and was done.
-        self._returned_at = self._done_at = 0.0
+        self._returned_at = 0.0  # when the last forward was launched
         self.recording: Recording | None = None
         self.client = self._connect() if ps.tp_rank == 0 else None
         self.tuner = Tuner(
             self.stats, self.client, self.num_steps, backup=config.backup,
             fan_out_auto=config.fan_out_auto, steps_auto=config.steps_auto,
         )  # fmt: skip
+        self.exchange = DraftExchange(
+            config, self.client, self.tuner, self.stats, self._context_len
+        )
         hooks.set_worker(self)
         if config.trace_file is not None and self.client is not None:
             self.record(True)
@@ -168,7 +159,7 @@ class SSDWorker(BaseSpecWorker):
     def _wait_for_draft_server(self) -> None:
         """Begin to serve with drafts, or say clearly that there are none."""
         client, limit = self.client, self.config.draft_start_timeout_s
-        if client is None or not self.drafting or client.wait_until_up(limit):
+        if client is None or not self.exchange.drafting or client.wait_until_up(limit):
             return
         text = f"no draft server on {self.config.endpoint} within {limit:.0f} s"
         if self.config.draft_keys is not None:
@@ -179,15 +170,11 @@ class SSDWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """SGLang has flushed its cache; the draft server forgets its own."""
-        self._pending.clear()
-        self._asking.clear()
-        if self.client is not None:
-            self.client.flush()
+        self.exchange.flush()
 
     def on_release(self, req: Any) -> None:
         """A request's KV is released: it finished, was aborted, or is retracted."""
-        if self.client is not None:
-            self.client.close_session(req.rid)
+        self.exchange.close_session(req.rid)
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """The target's weights change elsewhere; the draft stays as it is."""
@@ -214,13 +201,13 @@ class SSDWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         assert self.sampler is not None
-        started, self._done_at = self._begin_forward(), 0.0
+        started, self.exchange.outcome_at = self._begin_forward(), 0.0
         self.tuner.interrupted()
-        sessions = self._open_sessions(batch)
+        sessions = self.exchange.open_sessions(batch)
         self.sampler.begin(batch.reqs)
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         # The outcome of the forward before is news now, not after this prefill.
-        self._send_news()
+        self.exchange.send_news(wait=True)
         logits_output = result.logits_output
         seq_lens = batch.seq_lens
         if batch.is_prefill_only:
@@ -232,14 +219,14 @@ class SSDWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(seq_lens)
         ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
-        self._pending.append(self._copy_outcome(sessions, None, ones, tokens[:, None], started))
+        self.exchange.add(self._copy_outcome(sessions, None, ones, tokens[:, None], started))
         self.sampler.accept(batch.reqs, tokens[:, None], ones)
         result.next_token_ids = tokens
         result.next_draft_input = DraftInput(bonus_tokens=tokens, new_seq_lens=seq_lens)
         result.new_seq_lens = seq_lens
         result.accept_lens = ones
         result.speculative_num_draft_tokens = 1
-        self._send_news(wait=False)
+        self.exchange.send_news(wait=False)
         self._returned_at = time.perf_counter()
         return result
 
@@ -267,80 +254,33 @@ class SSDWorker(BaseSpecWorker):
             self.sampler.prefill_logprobs(batch, logits_output, tokens)
         return tokens
 
-    def _open_sessions(self, batch: Any) -> list[Session | None]:
-        """Open a session for each request at its first chunk; returns the sessions of rows whose
-        prefill ends with this forward (None: more chunks follow, or nobody drafts for it)."""
-        sessions: list[Session | None] = []
-        for i, req in enumerate(batch.reqs):
-            if self.client is None:
-                sessions.append(None)
-                continue
-            session = self.client.sessions.get(req.rid)
-            total = len(req.origin_input_ids) + len(req.output_ids)
-            if session is None and self.drafting and _wants_drafts(req):
-                session = self.client.open_session(
-                    req.rid,
-                    [*req.origin_input_ids, *req.output_ids],
-                    self._session_sampling(req),
-                    _stop_rule(req, self._context_len),
-                    _draft_key(req),
-                )
-                session.trace = self._request_trace(req)
-            last_chunk = batch.prefix_lens[i] + batch.extend_lens[i] >= total
-            sessions.append(session if last_chunk else None)
-        return sessions
-
-    def _request_trace(self, req: Any) -> RequestTrace | None:
-        """Of a request whose client asked for it; SGLang sends it along with the output."""
-        if not explain.wanted(req.sampling_params.custom_params):
-            return None
-        if req.customized_info is None:
-            prompt = len(req.origin_input_ids)
-            trace = RequestTrace(prompt, lambda: self._send_news(wait=False))
-            req.customized_info = {explain.KEY: trace}
-        trace = req.customized_info.get(explain.KEY)
-        return trace if isinstance(trace, RequestTrace) else None
-
     # -- verify --------------------------------------------------------------------------------
 
     def _verify(self, batch: Any, on_publish: Any, barrier: Any) -> GenerationBatchResult:
         assert self.sampler is not None
         reqs, bs = batch.reqs, len(batch.reqs)
         self._begin_forward()
-        sessions: list[Session | None] = [None] * bs
-        drafts = Drafts.none(bs, self.num_steps, self.config.proposal_top_m)
-        # Who asks for drafts must know the outcome of the forward before; others need not wait.
-        client = self.client
-        self._send_news(wait=self._asks and client is not None and client.up)
-        if client is not None:
-            sessions = [client.sessions.get(req.rid) for req in reqs]
-            self._take_drafts(reqs, sessions, drafts)
-            if batch.has_grammar and self._asks and not self._pending:
-                if barrier is not None:
-                    barrier()
-                self._fit_drafts(reqs, sessions, drafts)
+        sessions, drafts = self.exchange.fetch(batch, barrier)
         if self.ps.tp_size > 1:
             drafts.broadcast(self._runner.tp_group)
         lens = drafts.lens
         started = time.perf_counter()
-        if started - self._done_at < PAUSE_S:
-            self.stats.idle.add(started - self._done_at)
-        self._done_at = 0.0
+        if started - self.exchange.outcome_at < PAUSE_S:
+            self.stats.idle.add(started - self.exchange.outcome_at)
+        self.exchange.outcome_at = 0.0
         width = self._width(lens)
         seq_lens = batch.seq_lens
-        chain = torch.empty((bs, width), dtype=torch.int64, device=self.device)
+        # Nothing but this lies between the outcome and the launch: one transfer.
+        chain = self._to_device(torch.from_numpy(drafts.chain(width)))
         chain[:, 0] = batch.spec_info.bonus_tokens
-        draft_lens = self._to_device(torch.from_numpy(lens))
-        if width > 1:
-            chain[:, 1:] = self._to_device(torch.from_numpy(drafts.tokens[:, : width - 1].copy()))
-
         logits_output, graph = self._forward(batch, chain, seq_lens)
+        draft_lens = self._to_device(torch.from_numpy(lens))
         mask = None
         if batch.has_grammar:
             if barrier is not None:
                 barrier()
             mask = build_grammar_vocab_mask(
-                reqs=[_GrammarRow(req) for req in reqs],
+                reqs=[GrammarRow(req) for req in reqs],
                 tree=GrammarTree.from_linear_chain(chain),
                 sampling_info=batch.sampling_info,
                 device=self.device,
@@ -361,9 +301,7 @@ class SSDWorker(BaseSpecWorker):
         new_seq_lens = seq_lens + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._pending.append(
-            self._copy_outcome(sessions, lens.tolist(), accept_lens, tokens, started)
-        )
+        self.exchange.add(self._copy_outcome(sessions, lens.tolist(), accept_lens, tokens, started))
         self.sampler.accept(reqs, tokens, accept_lens)
         bonus = tokens.gather(1, (accept_lens - 1).long()[:, None]).squeeze(1)
         if batch.return_logprob:
@@ -375,8 +313,8 @@ class SSDWorker(BaseSpecWorker):
         if self.stats.recorder is not None:
             self.stats.recorder.add(SpanKind.LAUNCH, started, launched, count=bs)
         self._returned_at = launched
-        self._send_news(wait=False)
-        self.tuner.verified(bs, width, self.drafting)
+        self.exchange.send_news(wait=False)
+        self.tuner.verified(bs, width, self.exchange.drafting)
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
@@ -429,127 +367,6 @@ class SSDWorker(BaseSpecWorker):
             result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         return result.logits_output, result.can_run_cuda_graph
 
-    # -- talking to the draft server -------------------------------------------------------------
-
-    def _take_drafts(
-        self,
-        reqs: list[Any],
-        sessions: list[Session | None],
-        drafts: Drafts,
-    ) -> None:
-        """Fill `drafts` with what has come for the batch by now."""
-        assert self.client is not None
-        if not self.drafting:
-            return
-        if self.tuner.paused:
-            for _ in reqs:
-                self.stats.observe_no_drafts("does_not_pay")
-            return
-        present = [s for s in sessions if s is not None]
-        if self.client.up:
-            # Rows that have never been asked for (opened while the server was away, or skipped
-            # since) are asked now, together with the unanswered ones.
-            if any(s.asked != s.committed and not s.done and not s.refused for s in present):
-                self.client.ask(present)
-            self.client.collect(present)
-        limit = min(self.client.num_steps, self.num_steps)
-        # With an outcome still to be committed, a session's drafts are those it was verified with
-        # last: drafted for earlier positions, and no fresh samples of their proposals any more.
-        known = not self._pending
-        for i, (req, session) in enumerate(zip(reqs, sessions, strict=True)):
-            if session is None:
-                self.stats.observe_no_drafts("not_opened")
-                continue
-            speculation = session.speculation()[: min(limit, _room(session))] if known else []
-            if req.custom_logit_processor is not None:
-                speculation = []
-            drafts.put(i, speculation, session.proposals)
-            source = _SOURCES.get(session.status, "backup")
-            if not speculation:
-                processor = req.custom_logit_processor is not None
-                source = "processor" if processor else self._reason(session)
-                self.stats.observe_no_drafts(source)
-            if session.trace is not None and not session.done:
-                waited_s = self.client.waited_s if self.client.up else 0.0
-                session.trace.verified(len(speculation), source, waited_s)
-
-    def _fit_drafts(self, reqs: list[Any], sessions: list[Session | None], drafts: Drafts) -> None:
-        """Let drafts keep to their request's grammar; all outcomes are committed to `sessions`."""
-        assert self.client is not None
-        limit = min(self.client.num_steps, self.num_steps)
-        for i, (req, session) in enumerate(zip(reqs, sessions, strict=True)):
-            grammar = _GrammarRow(req).grammar
-            if grammar is None or session is None or session.done or session.sampling.top_m > 0:
-                continue
-            if req.custom_logit_processor is not None:
-                continue
-            given = drafts.tokens[i, : drafts.lens[i]].tolist()
-            room = min(limit, _room(session))
-            drafts.put(i, fit_drafts(grammar, req.tokenizer, given, session.tokens, room), None)
-
-    def _reason(self, session: Session) -> str:
-        assert self.client is not None
-        if not self.client.up:
-            return "down"
-        if session.done:
-            return "finished"
-        if session.refused:
-            return "context"
-        if session.answered != session.committed:
-            return "resting" if self.client.resting else "late"
-        return {3: "miss", 4: "prefilling", 8: "no_memory"}.get(session.status, "empty")
-
-    def _send_news(self, wait: bool = True) -> None:
-        """Commit pending outcomes to their sessions and ask for their next speculations.
-
-        With `wait`, all of them; otherwise those that the device has computed by now.
-        """
-        started, pending = time.perf_counter(), len(self._pending)
-        while self._pending and (wait or self._pending[0].is_ready()):
-            self._commit(self._pending.pop(0))
-        if len(self._pending) == pending:
-            return
-        if wait:
-            now = time.perf_counter()
-            self.stats.outcome_wait.add(now - started)
-            if self.stats.recorder is not None:
-                self.stats.recorder.add(SpanKind.OUTCOME_WAIT, started, now)
-        if self.client is not None and self._asking and self._asks:
-            self.client.ask(self._asking.values())
-        self._asking.clear()
-
-    @property
-    def _asks(self) -> bool:
-        """Whether drafts are wanted now."""
-        return self.drafting and not self.tuner.paused
-
-    def _commit(self, outcome: PendingOutcome) -> None:
-        rows = outcome.rows()
-        self._observe_forward(outcome, rows)
-        for i, (session, tokens) in enumerate(zip(outcome.sessions, rows, strict=True)):
-            if outcome.drafted is not None and (session is None or not session.done):
-                self.stats.observe_round(outcome.drafted[i], len(tokens) - 1)
-            if session is None or session.closed or session.done:
-                continue
-            accepted = len(tokens) - 1
-            if session.trace is not None and outcome.drafted is not None:
-                session.trace.committed(
-                    session.committed, accepted, tokens[-1], outcome.done - outcome.begun
-                )
-            session.commit(tokens)
-            session.accepted = accepted
-            self._asking[session.sid] = session
-
-    def _observe_forward(self, outcome: PendingOutcome, rows: list[list[int]]) -> None:
-        """Its times; `rows` are the tokens that it has committed."""
-        is_verify = outcome.drafted is not None
-        if is_verify:
-            self._done_at = outcome.done
-            self.stats.verify.add(outcome.done - outcome.begun)
-        if self.stats.recorder is not None:
-            kind = SpanKind.VERIFY if is_verify else SpanKind.PREFILL
-            self.stats.recorder.add(kind, outcome.begun, outcome.done, count=sum(map(len, rows)))
-
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         if str(self.device).startswith("cpu"):
             return host
@@ -564,12 +381,6 @@ class SSDWorker(BaseSpecWorker):
             dist.broadcast(tokens, src=group.ranks[0], group=group.device_group)
         return tokens
 
-    def _session_sampling(self, req: Any) -> SessionSampling:
-        sampling = _session_sampling(req)
-        if self.verification == "coupled" or sampling.temperature <= 0:
-            return sampling
-        return replace(sampling, top_m=self.proposal_top_m, saguaro_c=self.saguaro_c)
-
 
 def _refuse_expert_adapters(runner: Any) -> None:
     """SGLang counts the tokens of such layers by prompt lengths, which a verify does not have."""
@@ -578,62 +389,3 @@ def _refuse_expert_adapters(runner: Any) -> None:
             "LoRA adapters on the experts of a mixture of experts: SSD does not support them; "
             "leave gate_up_proj and down_proj out of --lora-target-modules"
         )
-
-
-class _GrammarRow:
-    """A request as the mask builder sees it: without its grammar once that has failed.
-
-    A grammar that refuses a token it has allowed ends its request (`to_finish`). Under the overlap
-    loop the request has one more row by then, for which a mask could only raise an error.
-    """
-
-    def __init__(self, req: Any) -> None:
-        self.grammar = None if req.to_finish is not None else req.grammar
-
-
-def _wants_drafts(req: Any) -> bool:
-    """Whether a request will decode, and from tokens that a draft server can see."""
-    return (
-        req.sampling_params.max_new_tokens > 1
-        and req.multimodal_inputs is None
-        and req.input_embeds is None
-    )
-
-
-def _draft_key(req: Any) -> str:
-    """Namespace of a request's prefixes in the draft's cache: its own, whatever its adapter is.
-
-    SGLang appends the adapter's id, which changes the target's KV, but not the draft's.
-    """
-    return (req.extra_key or "").removesuffix(req.lora_id or "")
-
-
-def _room(session: Session) -> int:
-    """Drafts that can still be committed before the request's length limit."""
-    return max(0, session.stop.max_length - session.committed - 1)
-
-
-def _session_sampling(req: Any) -> SessionSampling:
-    p = req.sampling_params
-    bias = p.logit_bias or {}
-    return SessionSampling(
-        seed=req.ssd_seed,
-        temperature=0.0 if p.top_k == 1 else float(p.temperature),
-        top_k=p.top_k if p.top_k > 0 else TOP_K_ALL,
-        top_p=float(p.top_p),
-        min_p=float(p.min_p),
-        bias_ids=np.array([int(t) for t in bias], dtype=np.int32) if bias else None,
-        bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else None,
-    )
-
-
-def _stop_rule(req: Any, context_len: int) -> StopRule:
-    p = req.sampling_params
-    ids: set[int] = set()
-    if not p.ignore_eos:
-        ids |= set(p.stop_token_ids or ()) | set(req.eos_token_ids or ())
-        if req.tokenizer is not None:
-            ids |= {req.tokenizer.eos_token_id} - {None}
-            ids |= set(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())
-    length = len(req.origin_input_ids) + p.max_new_tokens
-    return StopRule(frozenset(ids), min(length, context_len))

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ssd.scheduler import hooks
-from sgl_ssd.scheduler.worker import _GrammarRow
+from sgl_ssd.scheduler.grammar import GrammarRow
 
 THINK_END, STOP = 6, 300
 _stock_finish = inspect.unwrap(Req.update_finish_state)
@@ -71,5 +71,5 @@ def test_hidden_states_end_with_the_text(finished_len: int | None, rows: int, mo
 
 def test_a_grammar_that_failed_is_asked_no_more() -> None:
     """Its request ends with the next result; until then a mask could only raise an error."""
-    assert _GrammarRow(SimpleNamespace(to_finish=None, grammar="g")).grammar == "g"
-    assert _GrammarRow(SimpleNamespace(to_finish="abort", grammar="g")).grammar is None
+    assert GrammarRow(SimpleNamespace(to_finish=None, grammar="g")).grammar == "g"
+    assert GrammarRow(SimpleNamespace(to_finish="abort", grammar="g")).grammar is None

@@ -16,12 +16,14 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBacke
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
 from transformers import AutoTokenizer
 
+from sgl_ssd.config import VerifierConfig
 from sgl_ssd.cpu.grammar import serve_reasoning
 from sgl_ssd.models import TARGET_PATH
+from sgl_ssd.scheduler.exchange import DraftExchange
 from sgl_ssd.scheduler.grammar import fit_drafts
 from sgl_ssd.scheduler.proposals import Drafts
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
-from sgl_ssd.scheduler.worker import SSDWorker
+from sgl_ssd.scheduler.stats import SSDStats
 
 CITY = json.dumps(
     {
@@ -171,8 +173,9 @@ def row(grammar: Any, tokenizer: Any, *, room: int = 50, **changes: Any) -> tupl
 
 
 def test_rows_without_a_grammar_and_rows_with_proposals_keep_their_drafts(make, tokenizer):
-    worker = object.__new__(SSDWorker)
-    worker.num_steps, worker.client = 8, SimpleNamespace(num_steps=6)
+    client: Any = SimpleNamespace(num_steps=6)
+    config = VerifierConfig("ipc:///tmp/unused/draft", num_steps=8, fan_out=[1] * 9)
+    exchange = DraftExchange(config, client, SimpleNamespace(), SSDStats(8), 100)
     by_rejection = SessionSampling(0, 1.0, 50, 1.0, 0.0, top_m=4)
     word = ("regex", "antidisestablishment!")
     rows = [
@@ -189,7 +192,8 @@ def test_rows_without_a_grammar_and_rows_with_proposals_keep_their_drafts(make, 
     for i in range(len(rows)):
         drafts.put(i, ids(tokenizer, " = "), None)
     given = drafts.lens.copy()
-    worker._fit_drafts([req for req, _ in rows], [session for _, session in rows], drafts)
+    reqs, sessions = [req for req, _ in rows], [session for _, session in rows]
+    exchange._fit_drafts(client, reqs, sessions, drafts)
     assert (drafts.lens[:6] == given[:6]).all()
     for i, room in ((6, 6), (7, 2)):
         text = tokenizer.decode(drafts.tokens[i, : drafts.lens[i]])

@@ -330,9 +330,12 @@ def test_at_most_one_prediction_a_verify(monkeypatch):
 
 def _worker() -> Any:
     machine = Machine(fan_out_auto=False)
+    exchange = SimpleNamespace(
+        drafting=True, verification="coupled", saguaro_c=1.0, proposal_top_m=64
+    )
     return SimpleNamespace(
-        drafting=True, verification="coupled", client=machine.client, tuner=machine.tuner,
-        num_steps=K, saguaro_c=1.0, proposal_top_m=64, config=SimpleNamespace(proposal_top_m=64),
+        exchange=exchange, client=machine.client, tuner=machine.tuner, num_steps=K,
+        config=SimpleNamespace(proposal_top_m=64),
     )  # fmt: skip
 
 
@@ -353,16 +356,16 @@ def test_auto_by_number():
 def test_saguaro_and_the_size_of_proposals():
     worker = _worker()
     settings.apply(worker, {"ssd_saguaro_c": 0.25, "ssd_proposal_top_m": 3})
-    assert (worker.saguaro_c, worker.proposal_top_m) == (0.25, 3)
+    assert (worker.exchange.saguaro_c, worker.exchange.proposal_top_m) == (0.25, 3)
     settings.apply(worker, {"ssd_drafting": 0})
-    assert (worker.saguaro_c, worker.proposal_top_m) == (0.25, 3)
+    assert (worker.exchange.saguaro_c, worker.exchange.proposal_top_m) == (0.25, 3)
     for bad in (
         {"ssd_saguaro_c": 0}, {"ssd_saguaro_c": 1.5}, {"ssd_saguaro_c": True},
         {"ssd_proposal_top_m": 0}, {"ssd_proposal_top_m": 65}, {"ssd_proposal_top_m": 2.5},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             settings.apply(worker, bad)
-        assert (worker.saguaro_c, worker.proposal_top_m) == (0.25, 3)
+        assert (worker.exchange.saguaro_c, worker.exchange.proposal_top_m) == (0.25, 3)
 
 
 @pytest.mark.parametrize("values", [{"ssd_fan_out": -2}, {"ssd_num_steps": -2}])

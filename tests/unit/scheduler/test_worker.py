@@ -1,4 +1,4 @@
-"""When the worker looks at what the target has computed."""
+"""What SGLang asks of the worker besides forwards."""
 
 from __future__ import annotations
 
@@ -6,89 +6,81 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from sgl_ssd.scheduler.proposals import Drafts
-from sgl_ssd.scheduler.stats import SSDStats
-from sgl_ssd.scheduler.worker import SSDWorker
-
-
-class Outcome:
-    """One row of a verify; not on the host until it is `ready`, or somebody waits for it."""
-
-    def __init__(self, session: Any, token: int, ready: bool) -> None:
-        self.sessions, self.drafted = [session], [0]
-        self.begun = self.done = 0.0
-        self._token, self._ready = token, ready
-
-    def is_ready(self) -> bool:
-        return self._ready
-
-    def rows(self) -> list[list[int]]:
-        self._ready = True
-        return [[self._token]]
-
-
-@pytest.fixture
-def session() -> Any:
-    tokens: list[int] = []
-    return SimpleNamespace(
-        sid=1, closed=False, done=False, trace=None, tokens=tokens, commit=tokens.extend
-    )
+from sgl_ssd.errors import ConfigError
+from sgl_ssd.scheduler.exchange import _draft_key
+from sgl_ssd.scheduler.worker import SSDWorker, _refuse_expert_adapters
 
 
 @pytest.fixture
 def worker() -> Any:
-    worker = object.__new__(SSDWorker)
-    worker.stats = SSDStats(4)
-    worker.drafting = True
-    worker.tuner = SimpleNamespace(paused=False)
-    worker.asked = []
-    worker.client = SimpleNamespace(ask=lambda sessions: worker.asked.append(list(sessions)))
-    worker._pending, worker._asking = [], {}
-    return worker
+    return object.__new__(SSDWorker)
 
 
-def test_without_waiting_only_what_is_there_is_committed_in_order(worker: Any, session: Any):
-    worker._pending = [
-        Outcome(session, t, ready) for t, ready in ((5, True), (6, False), (7, True))
-    ]
-    worker._send_news(wait=False)
-    assert session.tokens == [5] and len(worker._pending) == 2
-    assert worker.asked == [[session]]
-    worker._send_news(wait=False)
-    assert session.tokens == [5] and len(worker.asked) == 1
-    assert worker.stats.outcome_wait.count == 0
+# -- new weights for the target ----------------------------------------------------------------
 
 
-def test_waiting_commits_all_and_asks_once(worker: Any, session: Any):
-    worker._pending = [Outcome(session, 5, False), Outcome(session, 6, False)]
-    worker._send_news()
-    assert session.tokens == [5, 6] and not worker._pending
-    assert worker.asked == [[session]] and worker.stats.outcome_wait.count == 1
+class CountingTarget:
+    """Counts the updates of its weights; says that they have failed when told to."""
+
+    def __init__(self, success: bool) -> None:
+        self.calls: list[str] = []
+        self._success = success
+
+    def __getattr__(self, name: str) -> Any:
+        def update(recv_req: Any) -> tuple[bool, str]:
+            self.calls.append(name)
+            return self._success, "done"
+
+        return update
 
 
-def test_nobody_is_asked_while_drafting_is_off(worker: Any, session: Any):
-    worker.drafting = False
-    worker._pending = [Outcome(session, 5, True)]
-    worker._send_news(wait=False)
-    assert session.tokens == [5] and worker.asked == [] and not worker._asking
-
-
-@pytest.mark.parametrize("pending", [False, True])
-def test_drafts_are_never_verified_twice(worker: Any, pending: bool):
-    """While an outcome is on its way, a session's drafts are those of the forward before.
-
-    In rejection they would pass for fresh samples of their proposals, and bias the text.
-    """
-    session = SimpleNamespace(
-        asked=2, committed=2, answered=2, done=False, refused=False, status=0, proposals=None,
-        trace=None,
-        speculation=lambda: [7, 8], stop=SimpleNamespace(max_length=100),
+@pytest.mark.parametrize("way", ["disk", "tensor", "tensor alone", "ipc", "distributed"])
+@pytest.mark.parametrize("success", [True, False])
+def test_new_weights_reach_the_target_once(
+    way: str, success: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks the target's worker and ours, in an order that depends on the way."""
+    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
+    target, flushes = CountingTarget(success), []
+    worker._target_worker = target
+    manager = SchedulerWeightUpdaterManager(
+        tp_worker=target, draft_worker=worker, tp_cpu_group=None, memory_saver_adapter=None,
+        flush_cache=lambda empty_cache: flushes.append(empty_cache) or True,
+        is_fully_idle=lambda: True,
     )  # fmt: skip
-    worker.client = SimpleNamespace(up=False, num_steps=4)
-    worker.num_steps = 4
-    worker._pending = [object()] if pending else []
-    drafts = Drafts.none(1, 4, 2)
-    worker._take_drafts([SimpleNamespace(custom_logit_processor=None)], [session], drafts)
-    assert drafts.lens.tolist() == ([0] if pending else [2])
-    assert worker.stats.reasons["down"] == int(pending)
+    request = SimpleNamespace(
+        disable_draft_model=way == "tensor alone", flush_cache=True, torch_empty_cache=False
+    )
+    name = f"update_weights_from_{way.split()[0]}"
+    answer = getattr(manager, name)(request)
+    assert target.calls == [name]
+    assert answer.success is success
+    assert flushes == ([False] if success else [])
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra_key", "lora_id", "key"),
+    [(None, None, ""), ("salt", None, "salt"), ("ab12", "ab12", ""), ("saltab12", "ab12", "salt")],
+)
+def test_prompts_share_the_drafts_cache_over_adapters(extra_key: Any, lora_id: Any, key: str):
+    """SGLang's `extra_key` of a request ends with its adapter's id; a salt stays."""
+    assert _draft_key(SimpleNamespace(extra_key=extra_key, lora_id=lora_id)) == key
+
+
+def test_adapters_on_experts_are_refused():
+    def runner(enable_lora: bool, on_experts: bool) -> Any:
+        backend = SimpleNamespace(is_moe_lora=on_experts)
+        return SimpleNamespace(
+            server_args=SimpleNamespace(enable_lora=enable_lora),
+            lora_manager=SimpleNamespace(lora_backend=backend) if enable_lora else None,
+        )
+
+    _refuse_expert_adapters(runner(False, False))
+    _refuse_expert_adapters(runner(True, False))
+    with pytest.raises(ConfigError, match="experts.*--lora-target-modules"):
+        _refuse_expert_adapters(runner(True, True))
