@@ -303,9 +303,9 @@ class DraftClient:
         One message for all; returns at once. Sessions whose question is still unanswered are
         asked again, since the server answers the newest message only.
         """
+        self._drain()  # entries sent ahead, and answers that nobody waited for
         if not self.up:
             return
-        self._drain()  # entries sent ahead, and answers that nobody waited for
         unanswered = [s for s in self.sessions if self._due(s)]
         wanted: list[Session] = []
         opens = 0
@@ -357,9 +357,9 @@ class DraftClient:
 
     def _take_entry(self, session: Session) -> None:
         """If the draft server has sent this outcome's speculation ahead, it is here already."""
-        entries, session.entries = session.entries, None
-        if entries is None or session.answered == session.committed:
+        if session.entries is None or session.answered == session.committed:
             return
+        entries, session.entries = session.entries, None
         drafts = entries.find(session.tokens[entries.base :])
         if not drafts:
             return
@@ -484,6 +484,7 @@ class DraftClient:
             now = self._clock()
             trip_s = now - self._asked_at
             if self._awaited == answer.round_id:  # or it may have lain here for a while
+                self._awaited = -1
                 self._stats.round_trip.add(trip_s)
                 if self._stats.recorder is not None:
                     self._stats.recorder.add(
@@ -512,14 +513,14 @@ class DraftClient:
                 continue
             if status == Status.UNKNOWN:
                 session.wire_epoch = -1  # opened anew with the next question
-                have = session.committed if newest else -1
+                have = session.asked if newest else -1
                 count = 0
             elif not 0 <= have <= session.committed:
                 self._stats.invalid_messages += 1
                 continue
             elif status == Status.NEED:
                 session.acked = have
-                have = session.committed if newest else -1
+                have = session.asked if newest else -1
                 count = 0
             else:
                 session.acked = max(session.acked, have)
@@ -559,7 +560,7 @@ class DraftClient:
             session = self.sessions.by_sid(sid)
             if session is None or epoch != session.wire_epoch or session.link != self._link:
                 self._stats.stale_answers += 1
-            elif base > session.committed:
+            elif base > session.committed or session.sampling.top_m > 0:  # has no proposals
                 self._stats.invalid_messages += 1
             else:
                 session.entries = Entries(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -1389,3 +1390,63 @@ def test_push_is_part_of_the_settings(played: Rig) -> None:
     played.client.configure(2, [1, 1, 1], "jit")
     (message,) = played.heard()
     assert isinstance(message, protocol.Configure) and message.push
+
+
+def test_entries_for_a_request_that_is_verified_by_rejection_are_dropped(played: Rig) -> None:
+    """They bring no proposals. A sound draft server never sends any."""
+    sampling = replace(SAMPLING, top_m=8)
+    session = played.client.open_session("r", [1, 2, 3], sampling, NO_STOP)
+    played.client.ask([session])
+    played.say(sent_ahead(session, [], {(0, 7): [12]}))
+    session.commit([7])
+    played.client.ask([session])
+    assert session.speculation() == [] and session.answered != session.committed
+    assert (played.stats.pushed_hits, played.stats.invalid_messages) == (0, 1)
+
+
+def test_an_answer_nobody_waited_for_says_nothing_of_the_next_outcome(played: Rig) -> None:
+    """The draft server lacked the first outcome; it is told again with the second."""
+    session = opened(played)
+    played.say(sent_ahead(session, [5, 6], {(1, 9): [10, 11]}))
+    session.commit([5, 9])
+    played.client.ask([session])
+    assert session.speculation() == [10, 11]
+    row = (session.sid, 0, 3, Status.NEED, 0)
+    played.say(answer(played.asked().round_id, [row], [[0] * K]))
+    session.commit([10, 20])
+    played.client.ask([session])
+    question = played.asked()
+    assert question.rows[0, 2] == 3 and question.tokens.tolist() == [5, 9, 10, 20]
+    row = (session.sid, 0, 7, Status.BACKUP, 1)
+    played.say(answer(question.round_id, [row], [[33, 0, 0, 0]]))
+    assert played.client.collect([session]) and session.speculation() == [33]
+
+
+def test_to_ask_again_keeps_what_was_sent_ahead(played: Rig) -> None:
+    session = opened(played)
+    played.say(sent_ahead(session, [5, 6], {(0, 7): [12]}))
+    played.client.ask([session, played.open("other")])
+    assert session.speculation() == [5, 6]
+    session.commit([7])
+    played.client.ask([session])
+    assert session.speculation() == [12]
+
+
+def test_a_restarted_server_is_not_asked_before_it_says_ready(played: Rig) -> None:
+    session = opened(played)
+    played.say(protocol.Error(code="hello_first", text="say Hello first"))
+    session.commit([7])
+    played.client.ask([session])
+    assert played.heard() == [] and not played.client.up
+
+
+def test_an_answer_that_comes_twice_is_one_round_trip(played: Rig) -> None:
+    session = played.open()
+    played.client.ask([session])
+    message = answer(played.asked().round_id, [(session.sid, 0, 3, Status.EMPTY, 0)], [[0] * K])
+    played.say(message)
+    assert played.client.collect([session])
+    played.clock.sleep(0.4)
+    played.say(message)
+    played.client.tick()
+    assert played.stats.round_trip.count == 1
