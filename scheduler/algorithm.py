@@ -108,14 +108,17 @@ def validate_server_args(server_args: ServerArgs) -> None:
 
 
 def _validate_adapters(server_args: ServerArgs) -> None:
-    """Refuse LoRA backends of SGLang that cannot serve a verify."""
+    """Refuse LoRA backends of SGLang that cannot serve a verify.
+
+    Outside CUDA graphs triton looks for the lengths of prompts, inside of them torch_native has
+    room for one token a row.
+    """
     if server_args.device == "cpu":  # has a backend of ours
         return
     backend, chunk = server_args.lora_backend, server_args.max_lora_chunk_size
     _require(
         backend == "csgmv",
-        f"--lora-backend {backend}: SSD needs csgmv; SGLang's other backends take a verify's "
-        "rows of several tokens for prompts, or for single tokens",
+        f"--lora-backend {backend}: SSD supports csgmv only; leave the flag out",
     )
     _require(
         chunk == 16,
