@@ -43,7 +43,7 @@ class Builder:
         self._builds: deque[Draft] = deque()
         self._in_flight: deque[tuple[StepBatch, HostCopy, float]] = deque()
         self._stepped_at = 0.0
-        self._built: list[Draft] = []
+        self._built: dict[Draft, None] = {}  # in order, each once
 
     @property
     def busy(self) -> bool:
@@ -77,7 +77,7 @@ class Builder:
         draft.built_at, draft.planned_at = None, time.monotonic()
         if draft.feed is None and cache.complete:
             draft.built_at = draft.planned_at
-            self._built.append(draft)
+            self._built[draft] = None
         elif not draft.building:
             draft.building = True
             self._builds.append(draft)
@@ -131,8 +131,9 @@ class Builder:
 
     def take_built(self) -> list[Draft]:
         """Sessions whose caches have been completed since the last call."""
-        built, self._built = self._built, []
-        return [draft for draft in built if draft.built_at is not None]
+        built = [draft for draft in self._built if draft.built_at is not None]
+        self._built.clear()
+        return built
 
     def ahead(self, draft: Draft) -> float:
         """Seconds since the draft's build was complete; negative: until it will be."""
@@ -205,9 +206,9 @@ class Builder:
         if len(part.branches):
             lanes = ids[part.num_feed : part.num_feed + len(part.branches)]
             cache.store(part.branches, part.step, lanes)
-        if draft.feed is None and cache.complete:
+        if draft.built_at is None and draft.feed is None and cache.complete:
             draft.built_at = time.monotonic()
-            self._built.append(draft)
+            self._built[draft] = None
             self._stats.build(len(cache.depth), draft.planned_at, draft.built_at)
 
     def _store_feed(self, draft: Draft, feed: Feed, ids: np.ndarray) -> None:
