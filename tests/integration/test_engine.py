@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from adapters import make_adapter
 from parity.harness import send_all
+from sgl_ssd.models import TARGET_PATH
 
 pytestmark = pytest.mark.integration
 
@@ -25,8 +27,9 @@ def prompts_of_engine(prompts) -> list[list[int]]:
 def report(prompts_of_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     (folder / "prompts.json").write_text(json.dumps(prompts_of_engine))
+    make_adapter(folder / "adapter", TARGET_PATH, seed=5, rank=8)
     run = subprocess.run(
-        [sys.executable, str(PROBE), "prompts.json"],
+        [sys.executable, str(PROBE), "prompts.json", "adapter"],
         cwd=folder, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     line = next((x for x in run.stdout.splitlines() if x.startswith("REPORT ")), None)
@@ -41,6 +44,15 @@ def test_engine_drafts_and_equals_plain_sglang(report, prompts_of_engine, plain_
     assert report["output_ids"] == [answer["output_ids"] for answer in plain]
     assert report["ssd"]["num_steps"] == 5 and report["ssd"]["backup"] == "jit"
     assert report["ssd"]["hits"] > 0 and report["ssd"]["accepted"] > 0
+
+
+def test_engine_serves_adapters_and_takes_new_weights(report):
+    texts = report["texts"]
+    for with_drafts, without in texts.values():
+        assert with_drafts == without
+    adapter, other, same = (texts[name][0] for name in ("adapter", "other", "same"))
+    assert same == report["output_ids"]
+    assert same != adapter != other != same
 
 
 def test_engine_streams_the_whole_text(report):
