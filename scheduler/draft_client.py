@@ -79,6 +79,7 @@ class DraftClient:
         self._round_id = 0
         self._asked_at = 0.0
         self._awaited = -1  # the round whose answer somebody waits for
+        self._given_up = -1  # the last one that was waited for in vain
         self._last_seen = 0.0
         self._last_ping = 0.0
         self._last_hello = -1e9
@@ -416,6 +417,7 @@ class DraftClient:
         return min(DEADLINE_CAP_S, max(DEADLINE_FLOOR_S, wanted))
 
     def _on_timeout(self) -> None:
+        self._given_up = self._round_id
         self._stats.timeouts += 1
         self._timeouts_in_a_row += 1
         # A deadline that cuts off what it measures would never grow again.
@@ -480,7 +482,10 @@ class DraftClient:
             return
         newest = answer.round_id == self._round_id
         if newest:
-            self._timeouts_in_a_row = 0
+            if answer.round_id == self._given_up:
+                self._stats.late_answers += 1
+            else:
+                self._timeouts_in_a_row = 0
             now = self._clock()
             trip_s = now - self._asked_at
             if self._awaited == answer.round_id:  # or it may have lain here for a while

@@ -1013,6 +1013,19 @@ def test_late_answers_do_not_trip_the_breaker_while_some_are_in_time(rig: Rig) -
     assert not rig.client.resting and s.speculation()
 
 
+def test_answers_that_are_always_late_trip_the_breaker(played: Rig) -> None:
+    """They come while the target verifies without drafts, before the next question."""
+    session = played.open()
+    for token in range(BREAKER_TIMEOUTS):
+        assert not played.client.resting
+        session.commit([token])
+        assert not played.round(session)
+        row = (session.sid, 0, session.committed, Status.EMPTY, 0)
+        played.say(answer(played.asked().round_id, [row], [[0] * K]))
+        played.client.tick()
+    assert played.client.resting and played.stats.late_answers == BREAKER_TIMEOUTS
+
+
 def test_settings_change_at_run_time(rig: Rig) -> None:
     rig.client.configure(2, [3, 2, 1], "fast")
     rig.wire.serve()
