@@ -29,7 +29,7 @@ class RequestTrace:
         self._rounds = 0
 
     def answered(self, seconds: float) -> None:
-        """Drafts, or the news that there are none, came so long after the question."""
+        """Drafts, or the news that there are none, came so long after the question (0: before)."""
         self._answer_s = seconds
 
     def verified(self, drafted: int, source: str, wait_s: float) -> None:

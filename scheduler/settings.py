@@ -7,7 +7,7 @@ That endpoint carries numbers only, so backup and drafting are said as numbers:
   -1 auto;
 * `ssd_backup`: 0 none, 1 fast, 2 jit, 3 auto;
 * `ssd_drafting`: 1 on, 0 off;
-* `ssd_push`: 1: complete caches are sent ahead, 0: the verifier asks;
+* `ssd_push`: 1: complete caches are sent ahead, 0: every round waits for its answer;
 * `ssd_verification`: 0 coupled, 1 rejection, for requests that begin afterwards;
 * `ssd_saguaro_c`, `ssd_proposal_top_m`: C, and M up to the start's, likewise;
 * `ssd_trace`: 1 begins to write a timeline, 0 ends it.

@@ -82,7 +82,7 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--ssd-push", choices=("on", "off"), default="on",
         help="on: the draft server sends a speculation cache ahead once it is complete, so that a "
-        "hit waits for nothing; off: the verifier asks for every outcome (default: %(default)s)",
+        "hit waits for nothing; off: every round waits for its answer (default: %(default)s)",
     )  # fmt: skip
     add(
         "--ssd-verification", choices=VERIFICATIONS, default="coupled",

@@ -29,7 +29,7 @@ PAUSE_MS = 500.0  # a longer gap between two verifies is no part of a round
 COLOURS = {
     "verify": "#3b6fb6", "prefill": "#9db8dc", "wait for target": "#d9d9d9", "launch": "#6aa84f",
     "wait for drafts": "#d96459", "host work": "#c9c9c9", "wire": "#8e63b0", "adopt": "#b79ad0",
-    "backup": "#9c2b4e", "build step": "#e08e2b", "build": "#f3d19e",
+    "backup": "#9c2b4e", "send ahead": "#4f7f86", "build step": "#e08e2b", "build": "#f3d19e",
 }  # fmt: skip
 
 

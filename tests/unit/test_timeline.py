@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ssd import timeline
+from sgl_ssd import recorder, timeline
 from sgl_ssd.protocol import SpanKind
 from sgl_ssd.recorder import Span, TraceFile
 from sgl_ssd.timeline import TimelineError, common, main, merge, read, summarise, window
@@ -125,6 +125,12 @@ def test_a_picture(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(path), "--rounds", "3"]) == 0
     picture = path.with_suffix(".png")
     assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in capsys.readouterr().out
+
+
+def test_whatever_is_drawn_has_a_colour_of_its_own() -> None:
+    names = {name for _, _, name, _ in recorder._PLACES.values()}
+    assert names - {"round trip", "answer"} <= timeline.COLOURS.keys()
+    assert len(set(timeline.COLOURS.values())) == len(timeline.COLOURS)
 
 
 def test_without_matplotlib_there_are_numbers_and_one_clear_line(
