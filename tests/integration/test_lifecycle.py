@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
 
 from parity.harness import compare, configure, send_all, ssd_state
-from servers import ServerProcess
+from servers import ServerProcess, free_port
 from sgl_ssd.models import TARGET_PATH
 
 pytestmark = pytest.mark.integration
@@ -272,26 +275,79 @@ def _turn(server: ServerProcess, name: str, rid: str | None, prompt: list[int], 
     return server.post("/generate", body)
 
 
-def test_new_weights_for_the_target(small_server, prompts, tmp_path):
-    """The text is that of the new weights at once; drafts go on, right or wrong."""
-    other = tmp_path / "other"
+def _other_weights() -> tuple[str, torch.Tensor]:
+    """A matrix of the target, by name, and what it is changed to."""
+    (file,) = TARGET_PATH.glob("*.safetensors")
+    tensors = load_file(file)
+    name = max(name for name in tensors if "down_proj" in name)
+    return name, -tensors[name]
+
+
+def _from_disk(server: ServerProcess, name: str, value: torch.Tensor, folder: Path) -> None:
+    other = folder / f"weights-{len(list(folder.iterdir()))}"
     shutil.copytree(TARGET_PATH, other)
-    (weights,) = other.glob("*.safetensors")
-    tensors = load_file(weights)
-    changed = max(name for name in tensors if "down_proj" in name)
-    tensors[changed] = -tensors[changed]
-    save_file(tensors, weights, metadata={"format": "pt"})
+    (file,) = other.glob("*.safetensors")
+    save_file(load_file(file) | {name: value}, file, metadata={"format": "pt"})
+    assert server.post("/update_weights_from_disk", {"model_path": str(other)})["success"]
+
+
+def _from_tensor(server: ServerProcess, name: str, value: torch.Tensor, folder: Path) -> None:
+    # The tensor stays here, in shared memory; the other way to share one wants a common parent.
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        named = MultiprocessingSerializer.serialize([(name, value)], output_str=True)
+        body = {"serialized_named_tensors": [named]}
+        assert server.post("/update_weights_from_tensor", body)["success"]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def _from_distributed(server: ServerProcess, name: str, value: torch.Tensor, folder: Path) -> None:
+    group = {"group_name": "weights", "world_size": 2, "backend": "gloo"}
+    port = free_port()
+    meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(server.post, "/init_weights_update_group", group | meeting)
+        mine = init_custom_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, **group)
+        assert joined.result()["success"]
+        body = {"names": [name], "dtypes": ["bfloat16"], "shapes": [list(value.shape)]}
+        updated = pool.submit(
+            server.post, "/update_weights_from_distributed", body | {"group_name": "weights"}
+        )
+        torch.distributed.broadcast(value, src=0, group=mine)
+        assert updated.result()["success"]
+    assert server.post("/destroy_weights_update_group", {"group_name": "weights"})["success"]
+    torch.distributed.destroy_process_group(mine)
+
+
+@pytest.mark.parametrize("update", [_from_disk, _from_tensor, _from_distributed])
+def test_new_weights_for_the_target(small_server, prompts, tmp_path, update):
+    """The text is that of the new weights at once; drafts go on, right or wrong."""
+    name, other = _other_weights()
     bodies = _bodies(prompts, 8, seed=5)
-    texts = []
-    for path in (TARGET_PATH, other, TARGET_PATH):
-        answer = small_server.post("/update_weights_from_disk", {"model_path": str(path)})
-        assert answer["success"], answer
-        before = ssd_state(small_server)
-        ours = send_all(small_server, bodies, 4)
-        assert ssd_state(small_server)["accepted"] > before["accepted"]
-        configure(small_server, ssd_drafting=0)
-        without = send_all(small_server, bodies, 4)
-        compare(small_server, bodies, without, ours, path.name).check()
-        configure(small_server, ssd_drafting=1)
-        texts.append([answer["output_ids"] for answer in without])
+
+    def cached_tokens() -> int:
+        return small_server.generate(prompts[8], max_new_tokens=1)["meta_info"]["cached_tokens"]
+
+    texts = [_same_texts(small_server, bodies)]
+    for value in (other, -other):
+        cached_tokens()
+        assert cached_tokens() > 0
+        update(small_server, name, value, tmp_path)
+        assert cached_tokens() == 0, "KV of the old weights is not used"
+        texts.append(_same_texts(small_server, bodies))
     assert texts[0] == texts[2] != texts[1]
+
+
+def _same_texts(server: ServerProcess, bodies) -> list[list[int]]:
+    """Token ids of the answers, which are the same with drafts, right ones among them."""
+    before = ssd_state(server)
+    ours = send_all(server, bodies, 4)
+    after = ssd_state(server)
+    assert after["accepted"] > before["accepted"] and after["hits"] > before["hits"]
+    configure(server, ssd_drafting=0)
+    without = send_all(server, bodies, 4)
+    compare(server, bodies, without, ours).check()
+    configure(server, ssd_drafting=1)
+    return [answer["output_ids"] for answer in without]
