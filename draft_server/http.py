@@ -63,7 +63,7 @@ COUNTERS = {
     "expired_peers": "Verifiers that were silent for the lease.",
     "expired_sessions": "Sessions whose end got lost.",
     "unanswered": "Questions that a newer one replaced.",
-    "unsent": "Answers that did not get out.",
+    "unsent": "Messages that did not get out.",
     "pushes": "Messages with complete caches, ahead of the question.",
     "pushed_entries": "Predicted outcomes in them.",
     "idle_seconds": "Time in which there was nothing to do, requests or not.",

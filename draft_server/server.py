@@ -194,9 +194,10 @@ class DraftServer:
             self._errors_left -= 1
             self._send(identity, Error(code=code, text=text))
 
-    def _send(self, identity: bytes, message: Message) -> None:
-        if not self._channel.send(identity, encode(message)):
-            self.stats.unsent += 1
+    def _send(self, identity: bytes, message: Message) -> bool:
+        sent = self._channel.send(identity, encode(message))
+        self.stats.unsent += not sent
+        return sent
 
     def _hello(self, identity: bytes, hello: Hello, now: float) -> None:
         problem = self._mismatch(hello)
@@ -472,18 +473,17 @@ class DraftServer:
         count = int(rows[:, 4].sum())
         if not count:
             return
-        self._send(
-            peer.identity,
-            Entries(
-                num_rows=len(sessions),
-                num_entries=count,
-                num_steps=steps,
-                rows=rows,
-                chains=chains,
-                keys=np.concatenate(keys),
-                tokens=np.concatenate(tokens),
-            ),
+        message = Entries(
+            num_rows=len(sessions),
+            num_entries=count,
+            num_steps=steps,
+            rows=rows,
+            chains=chains,
+            keys=np.concatenate(keys),
+            tokens=np.concatenate(tokens),
         )
+        if not self._send(peer.identity, message):
+            return
         self.stats.pushes += 1
         self.stats.pushed_entries += count
         recorder = self._recorders.get(peer.identity)

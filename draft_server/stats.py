@@ -103,7 +103,7 @@ class ServerStats:
     expired_peers: int = 0
     expired_sessions: int = 0  # their Close was lost
     unanswered: int = 0  # rounds that a newer one replaced before they were answered
-    unsent: int = 0  # answers that the peer's queue had no room for
+    unsent: int = 0  # messages that the peer's queue had no room for
     pushes: int = 0  # messages with complete caches, ahead of the question
     pushed_entries: int = 0
     idle_seconds: float = 0.0  # in which there was nothing to do

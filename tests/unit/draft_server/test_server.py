@@ -473,6 +473,18 @@ def test_nothing_is_sent_ahead_for_a_session_that_is_no_more_or_samples() -> Non
     assert isinstance(push(bench, bench.engine.drafts[3]), Entries)
 
 
+def test_what_did_not_get_out_was_not_sent_ahead() -> None:
+    bench = Bench()
+    bench.send(wants(True))
+    bench.open()
+    bench.server.turn()
+    bench.client.closed = True
+    bench.engine.built += bench.engine.drafts
+    bench.server.turn()
+    stats = bench.server.stats
+    assert (stats.unsent, stats.pushes, stats.pushed_entries) == (1, 0, 0)
+
+
 def test_many_complete_caches_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PUSHED_AT_ONCE", 3)
     bench = Bench()
