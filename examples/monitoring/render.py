@@ -353,7 +353,7 @@ def _ticks(over: Range) -> tuple[list[float], list[str]]:
     seconds = (5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400)
     every = next((s for s in seconds if (over.end - over.begin) / s <= 8), seconds[-1])
     first = -(-over.begin // every) * every
-    times = list(np.arange(first, over.end + 1, every))
+    times = np.arange(first, over.end + 1, every).tolist()
     form = "%H:%M:%S" if every < 60 else "%H:%M" if every < 86400 else "%m-%d"
     return times, [datetime.fromtimestamp(t, timezone.utc).strftime(form) for t in times]
 
