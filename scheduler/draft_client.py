@@ -19,6 +19,7 @@ import numpy as np
 from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
+from sgl_ssd.fan_out import MAX_FAN_OUT
 from sgl_ssd.keys import load_client_keys
 from sgl_ssd.protocol import SpanKind, Status
 from sgl_ssd.scheduler.entries import Entries
@@ -366,7 +367,7 @@ class DraftClient:
             return
         session.answered = session.committed
         session.status = Status.HIT
-        session.drafts, session.proposals = drafts[: self._hello.num_steps], None
+        session.drafts, session.proposals = drafts, None
         self._stats.pushed_hits += 1
         self._stats.observe_answer(Status.HIT, session.accepted)
         if session.trace is not None:
@@ -544,16 +545,22 @@ class DraftClient:
             session.status = status
             session.drafts = drafts
             session.proposals = (
-                (answer.proposal_ids[i], answer.proposal_probs[i]) if drafts and sampled else None
+                (answer.proposal_ids[i].copy(), answer.proposal_probs[i].copy())
+                if drafts and sampled
+                else None
             )
             self._stats.observe_answer(Status(status), session.accepted)
             if session.trace is not None:
                 session.trace.answered(trip_s)
 
     def _on_entries(self, message: protocol.Entries) -> None:
-        limit = self._hello.vocab_size
+        limit, steps = self._hello.vocab_size, self._hello.num_steps
         ids = (message.chains, message.keys[:, 1], message.tokens)
-        if any(((part < 0) | (part >= limit)).any() for part in ids):
+        if (
+            message.num_steps > steps
+            or (message.rows[:, 4] > (steps + 1) * MAX_FAN_OUT).any()
+            or any(((part < 0) | (part >= limit)).any() for part in ids)
+        ):
             self._stats.invalid_messages += 1
             return
         at = 0
@@ -568,8 +575,9 @@ class DraftClient:
             elif base > session.committed or session.sampling.top_m > 0:  # has no proposals
                 self._stats.invalid_messages += 1
             else:
+                # Copies, lest a session keeps the message with what it says of others.
                 session.entries = Entries(
-                    base, chain[:chain_len], message.keys[part], message.tokens[part]
+                    base, chain[:chain_len], message.keys[part].copy(), message.tokens[part].copy()
                 )
 
     def _sound_proposals(self, answer: protocol.Speculations) -> list[bool]:

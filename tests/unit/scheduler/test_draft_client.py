@@ -26,6 +26,7 @@ from channels import (
 from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ProtocolError
+from sgl_ssd.fan_out import MAX_FAN_OUT
 from sgl_ssd.protocol import Status
 from sgl_ssd.recorder import Recorder
 from sgl_ssd.scheduler import draft_client
@@ -1463,3 +1464,27 @@ def test_an_answer_that_comes_twice_is_one_round_trip(played: Rig) -> None:
     played.say(message)
     played.client.tick()
     assert played.stats.round_trip.count == 1
+
+
+def test_no_more_is_kept_of_entries_than_a_session_can_have(played: Rig) -> None:
+    """A message may be large, and another one for each session: they are not kept whole."""
+    session = opened(played)
+    played.say(sent_ahead(session, [5, 6], {(0, 7): [12]}))
+    played.client.tick()
+    assert session.entries is not None
+    assert session.entries.keys.flags.owndata and session.entries.tokens.flags.owndata
+    session.entries = None
+    most = (K + 1) * MAX_FAN_OUT
+    for count in (most, most + 1):
+        found = {(i % 2, i // 2): [12] for i in range(count)}
+        played.say(sent_ahead(session, [5, 6], found))
+        played.client.tick()
+        assert (session.entries is None) == (count > most)
+        session.entries = None
+    longer = sent_ahead(session, [5, 6], {(0, 7): [12]})
+    longer.num_steps = K + 1
+    longer.chains = np.pad(longer.chains, ((0, 0), (0, 1)))
+    longer.tokens = np.pad(longer.tokens, ((0, 0), (0, 1)))
+    played.say(longer)
+    played.client.tick()
+    assert session.entries is None and played.stats.invalid_messages == 2
