@@ -290,7 +290,8 @@ def _trace_file(path: str | None) -> str | None:
 def _check_mode(ours: argparse.Namespace) -> None:
     """Fill in what the mode decides. Raises `ConfigError` for what contradicts it."""
     if ours.ssd_mode == "ssd":
-        ours.ssd_fan_out = ours.ssd_fan_out or DEFAULT_FAN_OUT
+        if ours.ssd_fan_out is None:
+            ours.ssd_fan_out = DEFAULT_FAN_OUT
         ours.ssd_backup = ours.ssd_backup or DEFAULT_BACKUP
         return
     for flag, value, allowed in (
