@@ -106,12 +106,14 @@ def test_drafting_only_after_the_outcome(ssd_server, greedy):
     configure(ssd_server, ssd_drafting=0, ssd_num_steps=4, ssd_fan_out=4)
 
 
-def test_text_does_not_depend_on_settings_that_follow_the_load(ssd_server, greedy):
+def test_text_does_not_depend_on_settings_that_follow_the_load(ssd_server, prompts, greedy):
     """Fan-out, backup and K are left to the server, which also measures plain rounds."""
-    bodies, without = greedy
+    sampled = _bodies(prompts[24:40], temperature=0.8)
+    runs = {16: greedy, 8: (sampled, _without_drafts(ssd_server, sampled)), 1: greedy}
     auto = {"ssd_num_steps": -1, "ssd_fan_out": -1, "ssd_backup": 3}
     configure(ssd_server, ssd_num_steps=4, ssd_fan_out=4)
     for concurrency in (16, 8, 1, 1, 1):
+        bodies, without = runs[concurrency]
         answers = _with_drafts(ssd_server, bodies, concurrency, **auto)
         compare(ssd_server, bodies, without, answers, f"auto, {concurrency} at a time").check()
         state = ssd_state(ssd_server)["auto"]
