@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_ssd.config import VERIFICATIONS, DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
@@ -254,11 +254,18 @@ def from_keywords(
     return plan, rest
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong, not how everything else would be right."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"sgl_ssd: {message}\n")
+
+
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Our flags, and those of SGLang's that we only read."""
-    parser = argparse.ArgumentParser("sgl_ssd.launch_server", add_help=False, allow_abbrev=False)
+    parser = _OneLineParser("sgl_ssd.launch_server", add_help=False, allow_abbrev=False)
     add_ssd_args(parser)
-    seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    seen = _OneLineParser(add_help=False, allow_abbrev=False)
     flags: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--device", {}),
         ("--dtype", {}),

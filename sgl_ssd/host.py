@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sgl_ssd import detokenizer, explain
+from sgl_ssd import detokenizer, explain, request_checks
 from sgl_ssd.errors import ConfigError
 
 SGLANG_VERSION = "0.5.17"
@@ -51,4 +51,5 @@ def load_plugins() -> None:
     if target not in HookRegistry._patched:
         HookRegistry.register(target, detokenizer.launch, HookType.AROUND)
         explain.install()
+        request_checks.install()
         HookRegistry.apply_hooks()

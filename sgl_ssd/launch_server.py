@@ -129,10 +129,11 @@ def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
 
 def _log_plan(plan: ssd_args.LaunchPlan) -> None:
     logger.info(
-        "target %s; draft %s via %s; K=%d, fan-out %s, backup %s, %s verification, drafting %s",
+        "target %s; draft %s via %s; %s, K=%d, fan-out %s, backup %s, %s verification, drafting %s",
         plan.target_path,
         plan.draft_path or "(running elsewhere)",
         plan.verifier.endpoint,
+        "ssd" if any(plan.verifier.fan_out) else "sync",
         plan.verifier.num_steps,
         plan.verifier.fan_out,
         plan.verifier.backup,

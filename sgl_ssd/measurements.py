@@ -124,6 +124,8 @@ def from_server(state: dict[str, Any]) -> Measurements:
     acceptance = acceptance_by_position(
         state["drafted_per_position"], state["accepted_per_position"]
     )
+    if not any(state.get("fan_out", [1])):
+        raise ConfigError("the server predicts no outcomes (fan-out 0): give it a fan-out first")
     forwards = [cell for cell in state["forwards"].values() if cell[0]]
     if not acceptance or not forwards or not draft.get("step_ms"):
         raise ConfigError("the server has not drafted enough yet: send it some requests")

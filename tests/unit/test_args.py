@@ -311,7 +311,8 @@ def test_malformed_flags_end_with_status_2_and_their_name(
     with pytest.raises(SystemExit) as end:
         plan(*PAIR, *argv)
     assert end.value.code == 2
-    assert argv[0] in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sgl_ssd: ") and argv[0] in line
 
 
 def test_help_can_be_printed() -> None:

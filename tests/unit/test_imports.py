@@ -29,6 +29,7 @@ SGLANG_USERS = {
     "sgl_ssd.engine",
     "sgl_ssd.explain",
     "sgl_ssd.host",
+    "sgl_ssd.request_checks",
     "sgl_ssd.launch_server",
     "sgl_ssd.page",
     "sgl_ssd.plugin",

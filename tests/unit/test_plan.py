@@ -47,6 +47,8 @@ def test_measurements_of_a_server():
     assert m.jit is not None and m.jit(1) == 1.5
     with pytest.raises(ConfigError, match="enough"):
         measurements.read({**SERVER, "draft_stats": {}})
+    with pytest.raises(ConfigError, match="predicts no outcomes"):
+        measurements.read({**SERVER, "fan_out": [0, 0, 0]})
 
 
 def test_few_drafts_at_a_position_count_little():
