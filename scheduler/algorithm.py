@@ -75,9 +75,8 @@ def validate_server_args(server_args: ServerArgs) -> None:
     )
     _require(server_args.pp_size == 1, "--pp-size: SSD does not support pipeline parallelism")
     _require(
-        not server_args.enable_dp_attention and server_args.dp_size == 1,
-        "--dp-size/--enable-dp-attention: SSD does not support data parallelism in one server; "
-        "start one server per replica",
+        not server_args.enable_dp_attention,
+        "--enable-dp-attention: SSD does not support it; --dp-size alone makes whole replicas",
     )
     _require(
         server_args.disaggregation_mode == "null",

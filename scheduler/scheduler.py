@@ -37,7 +37,9 @@ class SSDScheduler(Scheduler):
             # Every rank receives the same requests in the same order.
             seed = req.sampling_params.sampling_seed
             if seed is None:
-                seed = request_seed(self.server_args.random_seed, self._arrivals)
+                # Replicas count on their own; no two requests shall have one seed.
+                number = self._arrivals * self.ps.dp_size + (self.ps.dp_rank or 0)
+                seed = request_seed(self.server_args.random_seed, number)
                 self._arrivals += 1
             req.ssd_seed = ((int(seed) + 2**63) % 2**64) - 2**63
         super()._add_request_to_queue(req, is_retracted)

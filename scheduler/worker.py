@@ -102,8 +102,12 @@ class SSDWorker(BaseSpecWorker):
 
     @property
     def trace_file(self) -> str:
-        """Where the current timeline is, or the next one will be."""
-        return os.path.abspath(self.config.trace_file or TRACE_FILE)
+        """Where the current timeline is, or the next one will be; every replica writes its own."""
+        path = os.path.abspath(self.config.trace_file or TRACE_FILE)
+        if not self.ps.dp_rank:
+            return path
+        root, kind = os.path.splitext(path)
+        return f"{root}.{self.ps.dp_rank}{kind}"
 
     def tick(self) -> None:
         """Look after the draft server; called in every loop of the scheduler."""

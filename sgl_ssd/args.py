@@ -272,6 +272,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         ("--tp-size", {"type": int, "default": 1}),
         ("--tensor-parallel-size", {"type": int, "dest": "tp_size", "default": 1}),
         ("--tp", {"type": int, "dest": "tp_size", "default": 1}),  # SGLang takes abbreviations
+        ("--dp-size", {"type": int, "default": 1}),
+        ("--data-parallel-size", {"type": int, "dest": "dp_size", "default": 1}),
+        ("--dp", {"type": int, "dest": "dp_size", "default": 1}),
         ("--base-gpu-id", {"type": int, "default": 0}),
         ("--max-running-requests", {"type": int}),
         ("--log-level", {"default": "info"}),
@@ -369,7 +372,7 @@ def _plan(
         device = ours.ssd_draft_device
         if device == "auto" and theirs.device is not None:
             device = theirs.device
-        gpu = ours.ssd_draft_base_gpu_id
+        gpu, targets = ours.ssd_draft_base_gpu_id, theirs.tp_size * theirs.dp_size
         server = DraftServerConfig(
             endpoint=private_endpoint,
             model_path=draft,
@@ -379,7 +382,7 @@ def _plan(
             backup=ours.ssd_backup,
             max_branch_rows=ours.ssd_max_branch_rows,
             device=device,
-            base_gpu_id=theirs.base_gpu_id + theirs.tp_size if gpu is None else gpu,
+            base_gpu_id=gpu if gpu is not None else theirs.base_gpu_id + targets,
             dtype=ours.ssd_draft_dtype
             if ours.ssd_draft_dtype != "auto"
             else theirs.dtype or "auto",
@@ -387,7 +390,7 @@ def _plan(
             mem_fraction_static=ours.ssd_draft_mem_fraction_static,
             max_total_tokens=ours.ssd_draft_max_total_tokens,
             context_length=ours.ssd_draft_context_length,
-            max_sessions=theirs.max_running_requests or 256,
+            max_sessions=(theirs.max_running_requests or 256) * theirs.dp_size,
             trust_remote_code=theirs.trust_remote_code,
             log_level=theirs.log_level,
             http_port=ours.ssd_draft_http_port,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sgl_ssd.errors import SSDError
+from sgl_ssd.replicas import merged
 
 OUTCOMES = ("hit", "partial", "backup", "empty")  # what a draft server answers to news
 MIN_ROUNDS = 20  # fewer say nothing yet
@@ -34,7 +35,7 @@ class Look:
             raise SSDError("this server runs without SSD; start it with sgl_ssd.launch_server")
         return cls(
             at,
-            states[0]["ssd"],
+            merged([state["ssd"] for state in states]),
             str(info.get("served_model_name") or info.get("model_path") or ""),
             info.get("device") == "cpu",
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.planner import Chain, Curve, Deployment, Measurements, MissLaw, Setting, predict
+from sgl_ssd.replicas import merged
 
 MIN_DRAFTED = 20
 """A position that fewer drafts reached says nothing; the one before it holds on."""
@@ -42,7 +43,7 @@ def read(data: Any, pair: str | None = None, temperature: float = 0.0) -> Measur
     if "results" in data:
         return from_benchmark(data, pair, temperature)
     if "internal_states" in data:
-        data = data["internal_states"][0].get("ssd", {})
+        data = merged([state.get("ssd", {}) for state in data["internal_states"]])
     if "forwards" in data:
         return from_server(data)
     return from_numbers(data)

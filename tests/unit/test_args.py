@@ -249,6 +249,7 @@ def test_everything_reaches_the_verifier() -> None:
         ([], 1), (["--tp-size", "2"], 2), (["--tensor-parallel-size=4"], 4), (["--tp", "2"], 2),
         (["--tp=8"], 8), (["--base-gpu-id", "2"], 3), (["--base-gpu-id=2", "--tp-size=2"], 4),
         (["--ssd-draft-base-gpu-id", "0", "--tp-size", "2"], 0),
+        (["--dp-size", "2"], 2), (["--dp=2", "--tp=2"], 4), (["--data-parallel-size", "3"], 3),
     ],
     ids=str,
 )  # fmt: skip

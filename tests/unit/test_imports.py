@@ -58,6 +58,7 @@ BASE = {
     "sgl_ssd.protocol",
     "sgl_ssd.recorder",
     "sgl_ssd.rejection",
+    "sgl_ssd.replicas",
     "sgl_ssd.sampling",
     "sgl_ssd.timeline",
     "sgl_ssd.transport",

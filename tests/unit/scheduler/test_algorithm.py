@@ -47,7 +47,6 @@ def test_recurrent_targets_are_refused(config: type[PretrainedConfig]) -> None:
         ({"speculative_num_draft_tokens": 9}, "--speculative-num-draft-tokens 9"),
         ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk"),
         ({"pp_size": 2}, "--pp-size"),
-        ({"dp_size": 2}, "--dp-size"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),

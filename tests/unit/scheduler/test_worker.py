@@ -84,3 +84,13 @@ def test_adapters_on_experts_are_refused():
     _refuse_expert_adapters(runner(True, False))
     with pytest.raises(ConfigError, match="experts.*--lora-target-modules"):
         _refuse_expert_adapters(runner(True, True))
+
+
+# -- replicas ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "name"), [(None, "t.json"), (0, "t.json"), (3, "t.3.json")])
+def test_each_replica_writes_a_timeline_of_its_own(rank: Any, name: str, worker: Any):
+    worker.config = SimpleNamespace(trace_file="/tmp/t.json")
+    worker.ps = SimpleNamespace(dp_rank=rank)
+    assert worker.trace_file == f"/tmp/{name}"
