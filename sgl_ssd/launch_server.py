@@ -133,7 +133,7 @@ def _log_plan(plan: ssd_args.LaunchPlan) -> None:
         plan.target_path,
         plan.draft_path or "(running elsewhere)",
         plan.verifier.endpoint,
-        "ssd" if any(plan.verifier.fan_out) else "sync",
+        "ssd" if any(plan.verifier.fan_out) or plan.verifier.backup != "jit" else "sync",
         plan.verifier.num_steps,
         plan.verifier.fan_out,
         plan.verifier.backup,
