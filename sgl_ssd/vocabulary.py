@@ -77,7 +77,7 @@ def read_config(path: str) -> dict[str, Any]:
     if not os.path.isfile(file):
         from transformers.utils import cached_file
 
-        file = cached_file(path, "config.json")
+        file = cached_file(path, "config.json") or file  # None for a folder without it
     with open(file, encoding="utf-8") as f:
         config: dict[str, Any] = json.load(f)
     return config
@@ -97,6 +97,10 @@ def check_rollback(path: str, role: str) -> None:
         config = text_config(read_config(path))
     except (OSError, ValueError) as e:
         flag = {"target": "--model-path", "draft": "--speculative-draft-model-path"}.get(role)
+        if os.path.isabs(path) or path.startswith((".", "~")):
+            raise ConfigError(
+                f"the {role} model {path!r} ({flag}): no readable config.json there"
+            ) from None
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ConfigError(
             f"the {role} model {path!r} ({flag}) has no config.json in a folder of that name, and "

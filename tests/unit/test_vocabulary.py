@@ -188,3 +188,15 @@ def test_a_corrupt_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(PairMismatchError, match=r"cannot read the tokenizer .*tokenizer\.json"):
         read_vocabulary(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_folder_without_a_model_is_named_without_words_of_the_hub(
+    content: str | None, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as refusal:
+        check_rollback(str(tmp_path), "draft")
+    text = f"the draft model '{tmp_path}' (--speculative-draft-model-path): "
+    assert str(refusal.value) == text + "no readable config.json there"
