@@ -80,12 +80,9 @@ class Drafts:
         self.ids[row, :n, : ids.shape[1]] = ids[:n]
         self.probs[row, :n, : ids.shape[1]] = probs[:n]
 
-    def chain(self, width: int) -> np.ndarray:
-        """Room for the last committed token, then the first `width` - 1 drafts: int64
-        [bs, width]."""
-        chain = np.zeros((len(self.tokens), width), np.int64)
-        chain[:, 1:] = self.tokens[:, : width - 1]
-        return chain
+    def first(self, count: int) -> np.ndarray:
+        """The first `count` drafts of each row: int64 [bs, count]."""
+        return np.ascontiguousarray(self.tokens[:, :count])
 
     def _make_room(self) -> None:
         if len(self.ids) < len(self.lens):

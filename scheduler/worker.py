@@ -2,7 +2,7 @@
 
 One decode of a batch, in time:
   1. the outcome of the forward before reaches the host, goes to the draft server as news;
-  2. the server's speculations come back (or the deadline passes);
+  2. the drafts for it are there, sent ahead or as an answer (or the deadline passes);
   3. the target runs over the last committed token and the drafts of every row;
   4. its own tokens are drawn at every position, and drafts are kept while they agree.
 Steps 1 and 2 are all that lies between two forwards; SGLang's overlap loop does the rest of its
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
@@ -32,12 +31,12 @@ from sgl_ssd.scheduler import hooks
 from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
 from sgl_ssd.scheduler.exchange import DraftExchange
 from sgl_ssd.scheduler.grammar import GrammarRow
-from sgl_ssd.scheduler.graphs import PlainDecodeGraphs
-from sgl_ssd.scheduler.inputs import DraftInput, VerifyInput
+from sgl_ssd.scheduler.inputs import DraftInput
 from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
 from sgl_ssd.scheduler.outcomes import OutcomeCopier
 from sgl_ssd.scheduler.recording import Recording
 from sgl_ssd.scheduler.stats import SSDStats
+from sgl_ssd.scheduler.target_forward import TargetForward
 from sgl_ssd.scheduler.tuner import Tuner
 from sgl_ssd.vocabulary import read_vocabulary
 
@@ -71,7 +70,9 @@ class SSDWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.num_steps + 1
         self.stats = SSDStats(self.num_steps)
         self.sampler: TargetSampler | None = None
-        self._plain = PlainDecodeGraphs(self._runner)
+        self._target = TargetForward(
+            target_worker, self.speculative_num_draft_tokens, str(self.device)
+        )
         self._copy_outcome = OutcomeCopier(self.device)
         self._context_len = self._runner.model_config.context_len
         self._returned_at = 0.0  # when the last forward was launched
@@ -153,7 +154,7 @@ class SSDWorker(BaseSpecWorker):
         )
 
     def init_cuda_graphs(self) -> None:
-        self._plain.capture()
+        self._target.capture()
         if self._runner.decode_cuda_graph_runner is not None:
             self.tuner.width = self.speculative_num_draft_tokens
         assert self.sampler is not None
@@ -264,6 +265,8 @@ class SSDWorker(BaseSpecWorker):
         assert self.sampler is not None
         reqs, bs = batch.reqs, len(batch.reqs)
         self._begin_forward()
+        bonus = batch.spec_info.bonus_tokens
+        prepared = self._target.prepare(batch)
         sessions, drafts = self.exchange.fetch(batch, barrier)
         if self.ps.tp_size > 1:
             drafts.broadcast(self._runner.tp_group)
@@ -274,10 +277,9 @@ class SSDWorker(BaseSpecWorker):
         self.exchange.outcome_at = 0.0
         width = self._width(lens)
         seq_lens = batch.seq_lens
-        # Nothing but this lies between the outcome and the launch: one transfer.
-        chain = self._to_device(torch.from_numpy(drafts.chain(width)))
-        chain[:, 0] = batch.spec_info.bonus_tokens
-        logits_output, graph = self._forward(batch, chain, seq_lens)
+        chain, logits_output, graph = self._target(
+            batch, bonus, torch.from_numpy(drafts.first(width - 1)), prepared
+        )
         draft_lens = self._to_device(torch.from_numpy(lens))
         mask = None
         if batch.has_grammar:
@@ -343,33 +345,6 @@ class SSDWorker(BaseSpecWorker):
         if self._runner.decode_cuda_graph_runner is not None:
             return self.speculative_num_draft_tokens
         return int(lens.max()) + 1
-
-    def _forward(self, batch: Any, chain: torch.Tensor, seq_lens: torch.Tensor) -> tuple[Any, bool]:
-        """The target over `chain` int64 [bs, width], whose KV goes behind `seq_lens` tokens."""
-        width = chain.shape[1]
-        columns = seq_lens[:, None] + torch.arange(width, device=self.device)
-        slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[:, None], columns]
-        batch.out_cache_loc = slots.reshape(-1).to(torch.int64)
-        batch.input_ids = chain.flatten()
-        if width == 1:
-            batch.forward_mode = ForwardMode.DECODE
-            batch.spec_info = None
-            batch.seq_lens = seq_lens + 1
-            if batch.seq_lens_cpu is not None:
-                batch.seq_lens_cpu = batch.seq_lens_cpu + 1
-                batch.seq_lens_sum = None
-            with self._plain.active():
-                result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-            batch.seq_lens = seq_lens
-        else:
-            # Columns without a real draft may lie beyond the context; their result is not used.
-            positions = columns.clamp(max=self._context_len - 1).flatten()
-            batch.forward_mode = ForwardMode.TARGET_VERIFY
-            batch.spec_info = VerifyInput(
-                draft_token=batch.input_ids, positions=positions, draft_token_num=width
-            )
-            result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        return result.logits_output, result.can_run_cuda_graph
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         if str(self.device).startswith("cpu"):
