@@ -59,14 +59,16 @@ class Builder:
         cache, kv, n = draft.cache, draft.home, len(draft.tokens)
         if draft.feed is None:  # a feed not launched yet refers to branches by index
             cache.compact()
-        draft.answered = min(len(cache.chain), draft.num_steps)
         # One guess is the chain's own token; a sampled one stands there twice.
         limit = min(cache.width - (cache.top_m > 0), draft.params.vocab_limit) - 1
-        fan_out = fan_out_for(draft.fan_out, draft.answered, budget, limit)
+        ahead = len(cache.chain) - draft.answered
+        fan_out = fan_out_for(draft.fan_out, draft.answered, budget - (ahead > 0), limit)
         wanted = fan_out_for(draft.fan_out, draft.answered, len(draft.fan_out) * limit, limit)
         self._stats.branches_short_of_rows += sum(wanted) - sum(fan_out)
-        # Feeding the last verified draft yields the guesses after full acceptance.
-        end = min(n + draft.answered, self.context_len)
+        if ahead > 0:  # the chain goes on by itself: a branch behind its end keeps growing
+            fan_out += [0] * (ahead - 1) + [1]
+        # Feeding the chain's last draft yields the guesses behind it.
+        end = min(n + len(cache.chain), self.context_len)
         feeding = (
             kv.fed == kv.length < end and end - kv.length <= MAX_FEED and self._kv.extend(kv, end)
         )
@@ -81,6 +83,11 @@ class Builder:
         elif not draft.building:
             draft.building = True
             self._builds.append(draft)
+
+    def take_coming(self, draft: Draft) -> None:
+        """Wait for steps in flight, and lengthen the chain with what they bring for it."""
+        self.collect(wait=True)
+        draft.cache.take_coming()
 
     def _add_branches(self, draft: Draft, forks: list[Fork]) -> list[Fork]:
         """Hang up as many of `forks`, shallow ones first, as there are rows and slots for."""

@@ -30,7 +30,8 @@ class Draft:
     """Committed tokens, KV and speculation cache of a session.
 
     In READY: `kv.length >= len(tokens) - 1 + len(guesses)` of the chain, that is, the KV reaches as
-    far as the guesses do. `answered` drafts of the chain are being verified. `generation` rises
+    far as the guesses do. The first `answered` drafts of the chain are being verified; what goes on
+    behind them came too late for that, and is ahead for the next round. `generation` rises
     when what is below the committed text is thrown away: results in flight are for an older one.
     """
 
@@ -64,7 +65,7 @@ class Draft:
 
     def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         """The speculation cache; see there."""
-        return self.cache.entries(num_steps)
+        return self.cache.entries(num_steps, self.answered)
 
     def proposals(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """What the first `count` tokens of `chain` were drawn from; see the cache."""

@@ -142,9 +142,11 @@ class DraftEngine:
         if draft.stage is not Stage.READY:
             return self._wait(draft, new)
         draft.ahead_s = self._builder.ahead(draft)
+        if draft.cache.coming:  # nothing was planned since the last news
+            self._builder.take_coming(draft)
         walk = self._walk(draft, new)
         if new:
-            self.stats.ranks.observe(draft.cache, walk)
+            self.stats.ranks.observe(draft.cache, walk, draft.answered)
             self._adopt(draft, walk, new)
         stage = self._stage_for(len(draft.tokens))
         if stage is not Stage.PREFILL or len(draft.tokens) - draft.home.length > MAX_FEED:
@@ -154,9 +156,14 @@ class DraftEngine:
             return None
         if walk.branch < 0 and len(draft.chain) < draft.num_steps:
             self._promote(draft)
+            if not draft.chain:
+                self._grow(draft)
         if not draft.chain:
             return None
-        return Status.HIT if walk.branch >= 0 and walk.inside == 0 else Status.PARTIAL
+        if walk.branch >= 0:
+            return Status.HIT if walk.inside == 0 else Status.PARTIAL
+        # The bonus token was the chain's own next one.
+        return Status.HIT if new and walk.trunk == draft.answered + 1 else Status.PARTIAL
 
     def _wait(self, draft: Draft, new: Sequence[int]) -> Status:
         """News for a session that is not ready: its text grows."""
@@ -205,6 +212,16 @@ class DraftEngine:
             self.kv.append(draft.home, len(draft.tokens) + before, change.moved)
         self._release(draft, change)
 
+    def _grow(self, draft: Draft) -> None:
+        """Lengthen the chain with what steps in flight bring for it.
+
+        They are as far as steps that would be launched instead.
+        """
+        if draft.cache.growing:
+            self._builder.take_coming(draft)
+            if len(draft.chain) < draft.num_steps:
+                self._promote(draft)
+
     def _release(self, draft: Draft, change: Reroot) -> None:
         self.kv.free(change.freed)
         draft.home.idle_rows += change.rows.tolist()
@@ -235,6 +252,8 @@ class DraftEngine:
     def plan(self, draft: Draft) -> None:
         """Get ready to build the cache for the round that `draft.chain` is verified in."""
         if draft.stage is Stage.READY:
+            draft.answered = min(len(draft.chain), draft.num_steps)
+            self._grow(draft)
             self._builder.plan(draft, budget=max(0, self._rows_for(draft) - 1))
 
     def take_built(self) -> list[Draft]:

@@ -47,9 +47,10 @@ class GuessRanks:
         self._tried = np.zeros(MAX_FAN_OUT)
         self._found = np.zeros(MAX_FAN_OUT)
 
-    def observe(self, cache: SpeculationCache, walk: Walk) -> None:
-        """News that `walk` follows in `cache`, before it is taken over."""
-        if walk.trunk >= len(cache.chain) or (walk.branch < 0 and walk.complete):
+    def observe(self, cache: SpeculationCache, walk: Walk, answered: int) -> None:
+        """News that `walk` follows in `cache`, before it is taken over. The first `answered`
+        drafts of the chain were verified."""
+        if walk.trunk >= answered or (walk.branch < 0 and walk.complete):
             return  # no draft was rejected
         guesses = np.flatnonzero(cache.alive & (cache.depth == walk.trunk))
         rank = int(np.searchsorted(guesses, walk.branch)) if walk.branch >= 0 else -1

@@ -463,7 +463,7 @@ class DraftServer:
         keys, tokens = [], []
         for i, session in enumerate(sessions):
             draft = session.draft
-            chain = draft.chain[:steps]
+            chain = draft.chain[: min(steps, draft.answered)]
             chains[i, : len(chain)] = chain
             entries, drafts = draft.entries(steps)
             usable = entries[:, 0] <= len(chain)

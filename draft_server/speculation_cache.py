@@ -84,6 +84,9 @@ class SpeculationCache:
         self.given = 0
         self.guesses: list[np.ndarray] = []
         self.in_flight = 0
+        # The branch that became the trunk while steps for it were in flight: its index, and which
+        # of its tokens these bring.
+        self._coming: tuple[int, int, int] | None = None
         self._clear_branches()
 
     def _clear_branches(self) -> None:
@@ -166,14 +169,24 @@ class SpeculationCache:
     def num_branches(self) -> int:
         return int(self.alive.sum())
 
-    def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """What a walk to each branch's root finds: keys int32 [N, 3] of (depth, root, drafts), and
-        the drafts int32 [N, num_steps]. Branches without drafts are left out."""
+    def entries(self, num_steps: int, answered: int) -> tuple[np.ndarray, np.ndarray]:
+        """The speculation for each outcome of the chain's first `answered` drafts: keys int32
+        [N, 3] of (depth, root, drafts), and the drafts int32 [N, num_steps].
+
+        Outcomes without drafts are left out. Where the chain goes on, so may the bonus token.
+        """
         found = np.fromiter(self.index.values(), np.int64, len(self.index))
-        found = found[self.length[found] > 0]
+        found = found[(self.length[found] > 0) & (self.depth[found] <= answered)]
         length = self.length[found].clip(max=num_steps)
         keys = np.stack((self.depth[found], self.root[found], length), axis=1)
-        return keys.astype(np.int32), self.tokens[found, :num_steps].astype(np.int32)
+        tokens = self.tokens[found, :num_steps]
+        rest = self.chain[answered + 1 :]
+        if len(self.chain) > answered:
+            rest = [*rest, *self._beyond(num_steps - len(rest) - 1)][:num_steps]
+        if rest:
+            keys = np.vstack((keys, (answered, self.chain[answered], len(rest))))
+            tokens = np.vstack((tokens, rest + [0] * (num_steps - len(rest))))
+        return keys.astype(np.int32), tokens.astype(np.int32)
 
     # -- walking -------------------------------------------------------------------------------
 
@@ -195,7 +208,11 @@ class SpeculationCache:
         return Walk(k, branch, inside, inside == rest)
 
     def reroot(self, walk: Walk) -> Reroot:
-        """Make the end of `walk` the root; what is not below it is dropped."""
+        """Make the end of `walk` the root; what is not below it is dropped.
+
+        Tokens that steps in flight bring for the new trunk come with `take_coming`.
+        """
+        self._coming = None
         if walk.branch >= 0:
             return self._reroot_branch(walk)
         if not walk.complete:
@@ -216,7 +233,9 @@ class SpeculationCache:
         self.given = 0
         length, goal = int(self.length[b]), int(self.goal[b])
         if walk.complete:
-            held = length
+            held = int(self.launched[b])
+            if held > length:
+                self._coming = b, length, held
             self.chain = self.tokens[b, walk.inside : length].tolist()
             self.guesses = list(self.ids[b, walk.inside : length])
         else:
@@ -229,12 +248,44 @@ class SpeculationCache:
         freed, rows = self._drop(self.alive)
         return Reroot(moved, np.concatenate((tail, freed)), rows)
 
+    @property
+    def coming(self) -> bool:
+        """Whether steps in flight bring more of the trunk."""
+        return self._coming is not None
+
+    @property
+    def growing(self) -> bool:
+        """Whether they bring more of it or of a branch at its end."""
+        at_end = self.alive & (self.depth == len(self.chain)) & (self.launched > self.length)
+        return self.coming or (self.in_flight > 0 and bool(at_end.any()))
+
+    def take_coming(self) -> None:
+        """Append to the trunk what steps in flight were to bring for it: they are complete."""
+        if self._coming is None:
+            return
+        branch, start, end = self._coming
+        self._coming = None
+        self.chain += self.tokens[branch, start:end].tolist()
+        self.guesses += list(self.ids[branch, start:end])
+
+    def _beyond(self, branch_limit: int) -> list[int]:
+        """What `promote` would lengthen the trunk with."""
+        if len(self.guesses) <= len(self.chain):
+            return []
+        root = int(self.guesses[len(self.chain)][0])
+        branch = self.index.get((len(self.chain), root), -1)
+        if branch < 0:
+            return [root]
+        take = max(0, min(int(self.length[branch]), branch_limit))
+        drafts: list[int] = self.tokens[branch, :take].tolist()
+        return [root, *drafts]
+
     def promote(self, branch_limit: int) -> Reroot:
         """Lengthen a short trunk with the tail's best guess and the branch that hangs there.
 
         Does nothing unless the tail's guesses are known. At most `branch_limit` of the branch's
         tokens are taken. The moved slots hold the KV of the new trunk tokens from the old tail's
-        successor on.
+        successor on; what steps in flight bring of them comes with `take_coming`.
         """
         depth = len(self.chain)
         if len(self.guesses) <= depth:
@@ -244,14 +295,19 @@ class SpeculationCache:
         branch = self.index.pop((depth, root), -1)
         if branch < 0:
             return Reroot(_NO_SLOTS, _NO_SLOTS, _NO_ROWS)
-        take = min(int(self.length[branch]), branch_limit)
+        length = int(self.length[branch])
+        held = take = min(length, branch_limit)
+        if take == length:
+            held = min(int(self.launched[branch]), branch_limit)
         self.chain += self.tokens[branch, :take].tolist()
         self.guesses = [*self.guesses[: depth + 1], *self.ids[branch, :take]]
-        moved = self.slots[branch, :take].copy()
-        self.slots[branch, : self.goal[branch] - take] = self.slots[
-            branch, take : self.goal[branch]
+        moved = self.slots[branch, :held].copy()
+        if held > take:
+            self._coming = branch, take, held
+        self.slots[branch, : self.goal[branch] - held] = self.slots[
+            branch, held : self.goal[branch]
         ].copy()
-        self.goal[branch] -= take
+        self.goal[branch] -= held
         only = np.zeros(len(self.alive), bool)
         only[branch] = True
         freed, rows = self._drop(only)

@@ -372,6 +372,39 @@ def test_a_target_faster_than_the_prefill_is_caught_up_with(
     engine.check_memory([])
 
 
+def test_steps_in_flight_count_for_a_target_faster_than_a_build(
+    runner: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that agrees with the draft: nearly every step brings a token. Of a round's the bonus
+    token is one, so a draft less than there are steps can be answered."""
+    monkeypatch.setattr("sgl_ssd.draft_server.steps.HostCopy", DelayedCopy)
+    engine = make_engine(runner)
+    engine.stepper.synchronous = False
+    oracle, params = Oracle(reference), SamplingParams(vocab_limit=VOCAB)
+    prompt = [random.Random(5).randrange(VOCAB) for _ in range(20)]
+    draft = engine.open(prompt, params, "", K, FAN_OUT)
+    while engine.busy:
+        engine.work()
+    drafted, statuses, before = [], [], 0
+    for _ in range(30):
+        chain = list(draft.cache.chain[: draft.answered])
+        bonus = int(oracle.scores(draft.tokens, chain, params)[-1].argmax())
+        status = engine.advance(draft, [*chain, bonus])
+        statuses.append(status)
+        drafted.append(len(draft.cache.chain))
+        oracle.check(draft.tokens, list(draft.cache.chain), params)
+        engine.plan(draft)
+        before = before or engine.stats.step_time.count
+        for _ in range(6):
+            engine.work()
+    steps = (engine.stats.step_time.count - before) / 30
+    assert 2 < steps < K, "every build is cut short"
+    assert set(statuses[1:]) == {Status.HIT}, statuses
+    assert sum(drafted[1:]) / 29 > steps - 1.6, (steps, drafted)
+    engine.close(draft)
+    engine.check_memory([])
+
+
 def watch_positions(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(lanes, greatest position) of every forward from now on."""
     seen: list[tuple[int, int]] = []

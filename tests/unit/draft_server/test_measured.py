@@ -63,15 +63,16 @@ def test_few_outcomes_say_nothing():
         (Walk(0, 2, 0, True), (1, 1)),  # second guess at depth 0
         (Walk(1, -1, 0, False), (1, 0)),  # a miss among two guesses at depth 1
         (Walk(2, 4, 0, True), (0, 0)),  # after full acceptance
+        (Walk(2, -1, 0, False), (0, 0)),  # likewise; the chain goes on, but elsewhere
         (Walk(1, -1, 0, True), (0, 0)),  # the news ends on the trunk
     ],
 )
 def test_only_rejected_drafts_count(walk: Walk, counted: tuple[int, int]):
     cache = SimpleNamespace(
-        chain=[7, 8],
+        chain=[7, 8, 9],
         alive=np.array([True, False, True, True, True, True]),
         depth=np.array([0, 0, 0, 1, 2, 1]),
     )
     ranks = GuessRanks()
-    ranks.observe(cache, walk)
+    ranks.observe(cache, walk, answered=2)
     assert (ranks._tried[1], ranks._found[1]) == counted

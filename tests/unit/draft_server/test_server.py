@@ -61,6 +61,10 @@ class PretendedDraft:
     plans: int = 0
     name: Any = None
 
+    @property
+    def answered(self) -> int:
+        return len(self.chain)
+
     def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         """One entry for each accepted length: the bonus token is 50, more follow."""
         depths = np.arange(K + 1)

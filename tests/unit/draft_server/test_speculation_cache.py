@@ -160,6 +160,45 @@ def test_moved_slots_hold_the_tokens_that_became_committed_or_trunk(
     assert change.moved.tolist() == slots[walk.branch][:held]
 
 
+@given(trees(), st.data())
+def test_what_steps_in_flight_bring_goes_on_with_the_trunk(
+    tree: tuple, data: st.DataObject
+) -> None:
+    cache, slots = build(tree)
+    for b, branch in enumerate(tree[1]):
+        cache.launched[b] = data.draw(st.integers(len(branch.tokens), branch.goal))
+    cache.in_flight = 1
+    launched = cache.launched.copy()
+    walk = cache.walk(data.draw(st.sampled_from(paths(tree))))
+    change = cache.reroot(walk)
+    before, b = list(cache.chain), walk.branch
+    start = len(tree[1][b].tokens) if b >= 0 else 0
+    assert cache.coming == (b >= 0 and launched[b] > start)
+    if not cache.coming:
+        cache.take_coming()
+        assert cache.chain == before
+        return
+    assert change.moved.tolist() == slots[b][: launched[b]]
+    late = list(range(start, int(launched[b])))
+    for step in late:  # the trunk is a branch no more, but for the step that was launched
+        cache.compact()
+        cache.store(np.array([b]), np.array([step]), ids_for(step)[None])
+    cache.take_coming()
+    assert cache.chain == before + late and not cache.coming
+    assert [int(g[0]) for g in cache.guesses] == cache.chain
+
+
+def test_what_comes_for_a_trunk_that_is_left_is_not_taken() -> None:
+    cache, _ = build(([], [BranchModel(0, 1, (2,), 3)], False))
+    cache.launched[0], cache.in_flight = 3, 1
+    cache.reroot(cache.walk([1]))
+    assert cache.coming and cache.chain == [2]
+    cache.reroot(cache.walk([0]))
+    assert not cache.coming
+    cache.take_coming()
+    assert cache.chain == []
+
+
 @given(trees(), st.integers(0, K - 1))
 def test_promote_goes_on_with_the_best_guess(tree: tuple, limit: int) -> None:
     chain, branches, tail = tree

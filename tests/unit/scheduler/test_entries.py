@@ -43,14 +43,20 @@ def test_finds_what_a_hit_on_the_draft_server_answers(tree, data) -> None:
     chain = tree[0]
     cache, _ = build(tree)
     steps = data.draw(st.integers(1, K))
-    keys, tokens = cache.entries(steps)
+    answered = data.draw(st.integers(0, len(chain)))
+    keys, tokens = cache.entries(steps, answered)
     assert keys.dtype == tokens.dtype == np.int32 and tokens.shape == (len(keys), steps)
-    sent = Entries(0, chain, keys, tokens)
+    sent = Entries(0, chain[:answered], keys, tokens)
     path = data.draw(st.sampled_from(paths(tree)) | st.lists(SMALL, min_size=1, max_size=K + 1))
     path = path[: data.draw(st.integers(0, len(path)))]
     walk = cache.walk(path)
     expected: list[int] = []
-    if walk.complete and walk.branch >= 0 and walk.inside == 0:
+    if walk.complete and walk.branch >= 0 and walk.inside == 0 and walk.trunk <= answered:
         cache.reroot(walk)
+        expected = cache.chain[:steps]
+    elif path and walk.complete and walk.branch < 0 and walk.trunk == answered + 1:
+        cache.reroot(walk)  # the chain went on by itself
+        if len(cache.chain) < steps:
+            cache.promote(steps - len(cache.chain) - 1)
         expected = cache.chain[:steps]
     assert sent.find(path) == expected
