@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the draft runs")
     add("--base-gpu-id", type=int, default=0, help="which GPU")
     add("--dtype", default="auto", help="weights and KV: auto, float32, bfloat16, float16")
-    add("--attention-backend", default=None, help="SGLang's name; default: SGLang's choice")
+    add("--attention-backend", default=None, help="SGLang's name; default: triton on a GPU")
     add("--mem-fraction-static", type=float, default=None, help="GPU memory for weights and KV")
     add("--max-total-tokens", type=int, default=None, help="size of the KV pool in tokens")
     add("--context-length", type=int, default=None, help="in tokens; default: the model's")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.draft_server.branches import SharedContext
 from sgl_ssd.draft_server.kv import RowCopy, RowWrite
+from sgl_ssd.draft_server.step_graphs import StepGraphs, can_plan_in_graphs
 from sgl_ssd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -35,13 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lanes:
-    """One decode step, one token a lane. All int64 [N], on the device.
-
-    `rows`: rows of `req_to_token`, whose slots up to and including the position are filled.
-    Several lanes may share a row at different positions: the KV of all lanes of a step is written
-    before any of them attends, so a run of known tokens can be fed in one step. `shared`, if given,
-    says the same as the rows in a form that attention on the CPU reads faster.
-    """
+    """Where each lane of a step is: int64 [N], on the device; see `DraftRunner.decode`."""
 
     rows: torch.Tensor
     positions: torch.Tensor
@@ -85,12 +81,10 @@ class DraftRunner:
             from sgl_ssd.draft_server.attention import use_tree_attention
 
             self._tree_attention = use_tree_attention(runner)
-        runner.init_cuda_graphs()
         self.reads_shared = self._tree_attention is not None
         self._runner = runner
-        graphs = runner.decode_cuda_graph_runner
-        # Steps of up to so many rows replay a captured graph; 0 without graphs.
-        self.graph_rows = max(graphs.capture_bs) if graphs is not None else 0
+        self.graph_rows = 0
+        self._step_graphs: StepGraphs | None = None
         self._eager_told = False
         self.device = torch.device(runner.device)
         self.model_path = config.model_path
@@ -100,6 +94,28 @@ class DraftRunner:
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self.num_rows, self.row_width = self._req_to_token.shape
         self._flat_rows = self._req_to_token.view(-1)
+
+    def capture_graphs(self, next_token: torch.Tensor) -> None:
+        """Capture decode graphs where the device has any; call it once, before the first forward.
+
+        `next_token` int64 [lanes] stays the table of the token that each lane is fed next.
+        Afterwards `graph_rows` says how many rows a step may have to replay a graph.
+        """
+        runner = self._runner
+        self._next_token = next_token
+        steps = None
+        if self.device.type == "cuda" and can_plan_in_graphs(runner.attn_backend):
+            most = max(runner.server_args.cuda_graph_bs_decode)
+            steps = StepGraphs(runner.attn_backend, most, next_token, self._req_to_token)
+        with steps.recording() if steps is not None else nullcontext():
+            runner.init_cuda_graphs()
+        graphs = runner.decode_cuda_graph_runner
+        if graphs is None:
+            return
+        self.graph_rows = max(graphs.capture_bs)
+        if steps is not None:
+            steps.use(graphs)
+            self._step_graphs = steps
 
     def put(self, array: np.ndarray) -> torch.Tensor:
         """`array` on the device, without waiting for it."""
@@ -120,8 +136,30 @@ class DraftRunner:
                 ]
 
     @torch.inference_mode()
-    def decode(self, lanes: Lanes, tokens: torch.Tensor) -> torch.Tensor:
-        """Feed one token (int64 [N]) a lane; logits [N, V], valid until the next forward."""
+    def decode(
+        self, step: np.ndarray, shared: Sequence[SharedContext] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feed each lane its next token.
+
+        `step` int64 [4, N]: by lane its entry of the table of next tokens, its row of
+        `req_to_token`, whose slots up to and including the position are filled, that position, and
+        a number for whoever draws. Several lanes may share a row at different positions: the KV of
+        all lanes of a step is written before any of them attends, so a run of known tokens can be
+        fed in one step. `shared`, if given, says the same as the rows in a form that attention on
+        the CPU reads faster.
+
+        Returns logits [N, V] and `step` on the device, both valid until the next forward.
+        """
+        n = step.shape[1]
+        if self._step_graphs is not None and n <= self.graph_rows:
+            on_device = self._step_graphs.load(step)
+            return self._step_graphs.replay(n), on_device
+        on_device = self.put(step)
+        lanes = Lanes(on_device[1], on_device[2], step[2], shared)
+        return self._decode(lanes, self._next_token[on_device[0]]), on_device
+
+    def _decode(self, lanes: Lanes, tokens: torch.Tensor) -> torch.Tensor:
+        """Without a graph of ours: feed one token (int64 [N]) a lane; logits [N, V]."""
         seq_lens = lanes.positions + 1
         seq_lens_cpu = torch.from_numpy(lanes.positions_host + 1)
         n = len(lanes.positions_host)
@@ -212,7 +250,9 @@ def _server_args(config: DraftServerConfig) -> ServerArgs:
         max_running_requests=rows,
         max_total_tokens=config.max_total_tokens,
         mem_fraction_static=config.mem_fraction_static,
-        attention_backend=config.attention_backend,
+        # Triton's plans its work on the device, which a step's graph can do by itself.
+        attention_backend=config.attention_backend
+        or (None if config.device == "cpu" else "triton"),
         base_gpu_id=config.base_gpu_id,
         chunked_prefill_size=config.prefill_chunk,
         disable_overlap_schedule=True,

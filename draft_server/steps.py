@@ -10,7 +10,7 @@ import torch
 from sgl_ssd.draft_server.branches import SharedContext, StepBatch
 from sgl_ssd.draft_server.kv import KVSpace
 from sgl_ssd.draft_server.proposals import HostCopy, Proposer, excluding
-from sgl_ssd.draft_server.runner import DraftRunner, Lanes
+from sgl_ssd.draft_server.runner import DraftRunner
 
 
 class Stepper:
@@ -27,6 +27,7 @@ class Stepper:
         self.proposer = Proposer(
             runner.device, runner.vocab_size, runner.num_rows, runner.num_rows + max_scratch, width
         )
+        runner.capture_graphs(self.proposer.next_token)
         # Whether results are there when a forward returns. Otherwise the next step is queued while
         # the last one runs: its inputs are on the device already.
         self.synchronous = runner.device.type == "cpu"
@@ -62,9 +63,7 @@ class Stepper:
 
         Returns the best ids of each lane: int64 [N, width]; the first is the draft's own token.
         """
-        packed = self.runner.put(np.stack((lanes, rows, positions, sessions)))
-        tokens = self.proposer.next_token[packed[0]]
-        logits = self.runner.decode(Lanes(packed[1], packed[2], positions, shared), tokens)
+        logits, packed = self.runner.decode(np.stack((lanes, rows, positions, sessions)), shared)
         ids = self.proposer.propose(logits, sessions, positions, packed[3], packed[2] + 1, depths)
         self.proposer.next_token[packed[0]] = ids[:, 0]
         return ids

@@ -148,7 +148,9 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         help="most rows in one step of the draft model, over all requests (default: %(default)s)",
     )
     add("--ssd-draft-dtype", default="auto", metavar="DTYPE", help="dtype of the draft model")
-    add("--ssd-draft-attention-backend", metavar="NAME", help="attention backend of the draft")
+    add("--ssd-draft-attention-backend", metavar="NAME",
+        help="attention backend of the draft; default: triton on a GPU, whose steps take the host "
+        "least time")  # fmt: skip
     add(
         "--ssd-draft-mem-fraction-static", type=float, metavar="F",
         help="share of the draft GPU's memory for weights and KV",

@@ -410,9 +410,9 @@ def watch_positions(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     seen: list[tuple[int, int]] = []
     decode, extend = runner.decode, runner.extend
 
-    def watched_decode(lanes: Any, tokens: Any) -> Any:
-        seen.append((len(lanes.positions_host), int(lanes.positions_host.max())))
-        return decode(lanes, tokens)
+    def watched_decode(step: Any, shared: Any) -> Any:
+        seen.append((step.shape[1], int(step[2].max())))
+        return decode(step, shared)
 
     def watched_extend(rows: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
         seen.append((0, int((starts + lengths).max()) - 1))

@@ -38,6 +38,7 @@ SGLANG_USERS = {
     "sgl_ssd.draft_server.attention",
     "sgl_ssd.draft_server.kv",
     "sgl_ssd.draft_server.runner",
+    "sgl_ssd.draft_server.step_graphs",
 }
 SIDES = ("sgl_ssd.scheduler", "sgl_ssd.draft_server")
 # What both sides stand on; it knows neither of them nor what starts them.
