@@ -16,7 +16,7 @@ import torch
 
 from sgl_ssd.draft_server.branches import FIRST_ID
 from sgl_ssd.draft_server.sampled import sampled_columns
-from sgl_ssd.sampling import TOP_K_ALL, RowSampling, filter_scores, gumbel, hash_bits
+from sgl_ssd.sampling import TOP_K_ALL, RowSampling, filter_scores, fuses, gumbel, hash_bits
 
 BELOW_ALL_KEPT = 64.0
 """More than the noise spans (-3.2 to 22.9): kept tokens have the greatest scores without noise."""
@@ -138,6 +138,7 @@ class Proposer:
             [0.0] * num_sessions, [TOP_K_ALL] * num_sessions, [1.0] * num_sessions,
             [0.0] * num_sessions, [0] * num_sessions, device,
         )  # fmt: skip
+        self._limits = torch.full((num_sessions,), vocab_size, dtype=torch.int32, device=device)
 
     def set_session(self, index: int, params: SamplingParams) -> None:
         """Session `index` (its place in the tables) draws with `params` from now on."""
@@ -149,6 +150,7 @@ class Proposer:
         table.top_p[index] = params.top_p
         table.min_p[index] = params.min_p
         table.seed[index] = params.seed
+        self._limits[index] = min(params.vocab_limit, self.vocab_size)
         self._bias.pop(index, None)
         if params.bias_ids is not None and len(params.bias_ids):
             dense = np.zeros(self.vocab_size, np.float32)
@@ -176,10 +178,10 @@ class Proposer:
         """
         present = set(sessions.tolist())
         logits = self._add_bias(logits, sessions, present)
-        logits = self._mask(logits, sessions, present)
         sampled = {s for s in present if self._params[s].sampled}
         if not sampled:
             return self._coupled(logits, sessions, positions, present, session_ids, drawn_positions)
+        logits = self._mask(logits, sessions, present)
         rows = self._sampling.select(session_ids)
         temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
         columns = sampled_columns(
@@ -208,6 +210,15 @@ class Proposer:
         drawn_positions: torch.Tensor,
     ) -> torch.Tensor:
         """`propose` for the sessions in `present`, which are drawn coupled: int64 [N, width]."""
+        if fuses(logits) and not any(self._params[s].filters for s in present):
+            from sgl_ssd import fused_draw  # not at the top: the CPU needs no Triton
+
+            table = self._sampling
+            return fused_draw.noisy_topk(
+                logits, table.temperature, table.seed, drawn_positions, self.width,
+                places=session_ids, limit=self._limits,
+            )  # fmt: skip
+        logits = self._mask(logits, sessions, present)
         scores = self._scores(logits, sessions, positions, present, session_ids, drawn_positions)
         ids = scores.topk(min(self.width, scores.shape[1]), dim=-1).indices
         if ids.shape[1] < self.width:

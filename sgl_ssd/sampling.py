@@ -11,7 +11,7 @@ probabilities after temperature, sorted downwards, keep the first `top_k`, of th
 mass before them is at most `top_p`, of those the ones with at least `min_p` times the greatest
 probability. Excluded tokens get -inf before the noise is added and can never win.
 
-Everything here is torch, on any device. On CUDA the draw itself is one kernel, `fused_argmax`.
+Everything here is torch, on any device. On CUDA the draw itself is fused: `fused_draw`.
 No SGLang import.
 """
 
@@ -207,6 +207,11 @@ def coupled_sample(logits: torch.Tensor, rows: RowSampling, position: torch.Tens
     return noisy_argmax(filtered_scores(logits, rows), scaled, rows.seed, position)
 
 
+def fuses(scores: torch.Tensor) -> bool:
+    """Whether draws from `scores` are `fused_draw`'s."""
+    return scores.is_cuda and os.environ.get(FUSED_ENV) != "0"
+
+
 def noisy_argmax(
     scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
@@ -215,10 +220,10 @@ def noisy_argmax(
     `scores` float [N, V], where -inf is never chosen; `temperature` float32 [N], 0 for rows that
     are greedy: no scaling, no noise; `seed` and `position` int64 [N]. Of equals the first wins.
     """
-    if scores.is_cuda and os.environ.get(FUSED_ENV) != "0":
-        from sgl_ssd import fused_argmax  # not at the top: the CPU needs no Triton
+    if fuses(scores):
+        from sgl_ssd import fused_draw  # not at the top: the CPU needs no Triton
 
-        return fused_argmax.noisy_argmax(scores, temperature, seed, position)
+        return fused_draw.noisy_topk(scores, temperature, seed, position, width=1)[:, 0]
     drawn = (temperature > 0)[:, None]
     scaled = scores.float() / torch.where(drawn, temperature[:, None], 1.0)
     noise = gumbel(hash_bits(seed, position, scores.shape[-1]))

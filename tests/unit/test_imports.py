@@ -49,7 +49,7 @@ BASE = {
     "sgl_ssd.explain",
     "sgl_ssd.fan_out",
     "sgl_ssd.folders",
-    "sgl_ssd.fused_argmax",
+    "sgl_ssd.fused_draw",
     "sgl_ssd.keys",
     "sgl_ssd.measurements",
     "sgl_ssd.metrics",
