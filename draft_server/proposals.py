@@ -158,6 +158,13 @@ class Proposer:
             np.add.at(dense, params.bias_ids[known], params.bias_values[known])  # type: ignore[index]
             self._bias[index] = torch.from_numpy(dense).to(self.device)
 
+    def warm_up(self) -> None:
+        """Propose once: what the device compiles for it is compiled before anybody waits."""
+        host = np.zeros(1, np.int64)
+        first = torch.zeros(1, dtype=torch.int64, device=self.device)
+        logits = torch.zeros((1, self.vocab_size), device=self.device)
+        self.propose(logits, host, host, first, first)
+
     def propose(
         self,
         logits: torch.Tensor,

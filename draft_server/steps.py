@@ -28,6 +28,7 @@ class Stepper:
             runner.device, runner.vocab_size, runner.num_rows, runner.num_rows + max_scratch, width
         )
         runner.capture_graphs(self.proposer.next_token)
+        self.proposer.warm_up()
         # Whether results are there when a forward returns. Otherwise the next step is queued while
         # the last one runs: its inputs are on the device already.
         self.synchronous = runner.device.type == "cpu"

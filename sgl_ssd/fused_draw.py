@@ -108,8 +108,10 @@ def _best(ranks, WIDTH: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-u
     return places
 
 
-# Not specialized: one compilation serves every batch size.
-@triton.jit(do_not_specialize=["part_blocks"])  # type: ignore[untyped-decorator]
+# Not specialized: one compilation serves every batch size, and every column of a packed upload.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["part_blocks"], do_not_specialize_on_alignment=["places", "positions"]
+)
 def _group_maxima(  # type: ignore[no-untyped-def]
     scores,
     temperatures,
@@ -140,7 +142,7 @@ def _group_maxima(  # type: ignore[no-untyped-def]
         tl.store(out, tl.max(value, axis=1), mask=groups < num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places", "positions"])  # type: ignore[untyped-decorator]
 def _best_of_groups(  # type: ignore[no-untyped-def]
     scores,
     temperatures,
