@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
+from sgl_ssd import fused_draw
+from sgl_ssd.draft_server.proposals import Proposer, SamplingParams
 from sgl_ssd.sampling import (
     FUSED_ENV,
     TOP_K_ALL,
@@ -93,3 +96,134 @@ def test_the_fused_draw_is_faster(monkeypatch):
             times[fused] = _time_us(lambda: coupled_sample(logits, rows, position))  # noqa: B023
         print(f"\n[{n}, {vocab}]: fused {times['1']:.0f} us, eager {times['0']:.0f} us")
         assert times["1"] < times["0"]
+
+
+# -- the best of a row: the draft's proposals --------------------------------------------------
+
+BEST_SIZES = [(1, 128_256), (32, 128_256), (256, 128_256), (24, 151_936)]
+WIDTH = 10
+
+
+def check_best(got: torch.Tensor, scores: torch.Tensor) -> None:
+    """`got` int64 [N, W] are the best of `scores`, but where two are closer than 1e-5."""
+    best, ids = scores.topk(got.shape[1], dim=-1)
+    torch.testing.assert_close(scores.gather(1, got), best, rtol=0, atol=1e-5)
+    ordered = got.sort(dim=-1).values
+    assert (ordered[:, 1:] > ordered[:, :-1]).all(), "an id came twice"
+    assert int((got != ids).sum()) <= max(4, got.numel() // 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "vocab"), BEST_SIZES)
+def test_the_best_equal_those_of_torch(n, vocab, dtype):
+    logits = logits_of(n, vocab).to(dtype).cuda()
+    rows, position = rows_on("cuda", n), torch.arange(n, device="cuda") + (1 << 33)
+    if dtype == torch.bfloat16:  # its equal logits are in no order with torch: all rows are drawn
+        rows.temperature.clamp_(min=0.5)
+    got = fused_draw.noisy_topk(logits, rows.temperature, rows.seed, position, WIDTH)
+    check_best(got, coupled_scores(logits, rows, position))
+    first = noisy_argmax(logits, rows.temperature, rows.seed, position)
+    assert torch.equal(got[:, 0], first), "the draft's noise is the target's"
+
+
+def test_the_best_in_order_of_ids_among_equals():
+    logits = torch.zeros(3, 128_256, device="cuda")
+    logits[0, 5::1000] = 1.0
+    logits[1] = float("nan")
+    logits[2] = float("-inf")
+    logits[2, 128_255] = -1e30
+    zeros = torch.zeros(3, dtype=torch.int64, device="cuda")
+    limit = torch.tensor([128_256, 4, 200_000], dtype=torch.int32, device="cuda")
+    temperature = torch.zeros(3, device="cuda")
+    got = fused_draw.noisy_topk(logits, temperature, zeros, zeros, 6, limit=limit).tolist()
+    assert got == [list(range(5, 6005, 1000)), [0, 1, 2, 3, 0, 0], [128_255, 0, 1, 2, 3, 4]]
+
+
+def test_a_graph_replays_it_with_other_inputs():
+    n, vocab, num_sessions = 24, 128_256, 7
+    table = rows_on("cuda", num_sessions)
+    limit = torch.full((num_sessions,), vocab, dtype=torch.int32, device="cuda")
+    logits = torch.empty(n, vocab, device="cuda")
+    places = torch.zeros(n, dtype=torch.int64, device="cuda")
+    position = torch.zeros(n, dtype=torch.int64, device="cuda")
+
+    def draw() -> torch.Tensor:
+        return fused_draw.noisy_topk(
+            logits, table.temperature, table.seed, position, WIDTH, places=places, limit=limit
+        )
+
+    draw()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = draw()
+    for turn in range(3):
+        logits.copy_(logits_of(n, vocab + turn)[:, :vocab])
+        places.copy_((torch.arange(n) * (turn + 1)) % num_sessions)
+        position.copy_(torch.arange(n) + 1000 * turn)
+        table.temperature[3] = 0.5 + turn
+        table.seed[4] = -(1 << 62) + turn
+        limit[5] = 100_000 + turn
+        graph.replay()
+        allowed = torch.arange(vocab, device="cuda") < limit[places][:, None]
+        check_best(
+            got, coupled_scores(logits.where(allowed, -torch.inf), table.select(places), position)
+        )
+
+
+def test_the_draft_proposes_the_same_fused_and_eager(monkeypatch):
+    """With an odd and an even number of rows: columns of a packed upload lie at odd places."""
+    vocab = 128_256
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, seed=-(2**61) + 3, vocab_limit=vocab - 256),
+        SamplingParams(
+            temperature=1.0, seed=5, bias_ids=np.array([7], np.int32),
+            bias_values=np.array([30.0], np.float32),
+        ),
+    ]  # fmt: skip
+    for n in (8, 13):
+        logits, got = logits_of(n, vocab).cuda(), {}
+        sessions, positions = np.arange(n) % 3, np.arange(n) + 50
+        packed = torch.from_numpy(np.stack((positions + 1, sessions))).cuda()
+        for fused in ("1", "0"):
+            monkeypatch.setenv(FUSED_ENV, fused)
+            made = Proposer(torch.device("cuda"), vocab, 3, 4, WIDTH)
+            for i, p in enumerate(params):
+                made.set_session(i, p)
+            got[fused] = made.propose(logits, sessions, positions, packed[1], packed[0])
+        assert int((got["1"] != got["0"]).sum()) <= 2
+
+
+def _graph_us(call: Callable[[], object]) -> float:
+    """Time on the GPU alone, without the host's for launching."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            call()
+    return _time_us(graph.replay) / 20
+
+
+def test_the_best_are_found_faster():
+    for n, vocab in BEST_SIZES:
+        logits = torch.randn(n, vocab, device="cuda") * 3
+        rows, position = rows_on("cuda", n), torch.arange(n, device="cuda")
+        rows.temperature.fill_(1.0)
+
+        def fused() -> object:
+            return fused_draw.noisy_topk(logits, rows.temperature, rows.seed, position, WIDTH)  # noqa: B023
+
+        def eager() -> object:
+            return coupled_scores(logits, rows, position).topk(WIDTH)  # noqa: B023
+
+        call_us, gpu_us, eager_us = _time_us(fused), _graph_us(fused), _time_us(eager)
+        topk_us = _time_us(lambda: logits.topk(WIDTH))  # noqa: B023
+        rows.temperature.zero_()
+        print(
+            f"\n[{n}, {vocab}], {WIDTH} best: fused {call_us:.0f} us a call, {gpu_us:.0f} us on the "
+            f"GPU, greedy {_graph_us(fused):.0f} us; eager {eager_us:.0f} us; torch.topk without "
+            f"noise {topk_us:.0f} us"
+        )
+        assert call_us < eager_us

@@ -328,7 +328,7 @@ def test_too_few_scores_give_ids_of_the_vocabulary(topk: Kernel) -> None:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     vocab=st.integers(1, 600),
     width=st.integers(1, 16),
