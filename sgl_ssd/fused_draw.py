@@ -164,11 +164,11 @@ def _best_of_groups(  # type: ignore[no-untyped-def]
         temperatures, seeds, limits, places, positions, vocab_size
     )
     group = tl.arange(0, GROUPS)
-    real = group < num_groups
-    value = tl.load(maxima + row * num_groups + group, mask=real, other=float("-inf"))
+    maxima += row * num_groups
+    value = tl.load(maxima + group, mask=group < num_groups, other=float("-inf"))
     # Of equal maxima the first group has the lowest id: neighbours, not strided ids, are grouped.
-    groups = _best(tl.where(real, _rank(value, group), _LOWEST), WIDTH, SLOTS)
-    groups = tl.minimum(groups, num_groups)  # beyond the vocabulary: not _NO_PLACE, to not overflow
+    groups = _best(_rank(value, group), WIDTH, SLOTS)
+    groups = tl.minimum(groups, num_groups)  # _NO_PLACE would overflow; beyond the end either way
     ids = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     value = _noisy(scores + row * row_stride, ids, end, temperature, key, second)
     ranks = tl.where(ids < end, _rank(value, ids), _LOWEST)

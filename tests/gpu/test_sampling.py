@@ -222,8 +222,8 @@ def test_the_best_are_found_faster():
         topk_us = _time_us(lambda: logits.topk(WIDTH))  # noqa: B023
         rows.temperature.zero_()
         print(
-            f"\n[{n}, {vocab}], {WIDTH} best: fused {call_us:.0f} us a call, {gpu_us:.0f} us on the "
-            f"GPU, greedy {_graph_us(fused):.0f} us; eager {eager_us:.0f} us; torch.topk without "
-            f"noise {topk_us:.0f} us"
+            f"\n[{n}, {vocab}], {WIDTH} best: fused {call_us:.0f} us a call, {gpu_us:.0f} us on "
+            f"the GPU, greedy {_graph_us(fused):.0f} us; eager {eager_us:.0f} us; torch.topk "
+            f"without noise {topk_us:.0f} us"
         )
         assert call_us < eager_us
