@@ -93,7 +93,7 @@ def _rank(value, place):  # type: ignore[no-untyped-def]
     return (ordered.to(tl.int64) << 32) | (place ^ _NO_PLACE).to(tl.int64)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _best(ranks, WIDTH: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The places of the `WIDTH` greatest `ranks`, greatest first: int32 [SLOTS].
 
