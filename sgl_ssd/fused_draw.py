@@ -218,9 +218,8 @@ def noisy_topk(
     num_groups = triton.cdiv(vocab_size, GROUP)
     maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=scores.device)
     num_parts, part_blocks = split(num_rows, vocab_size)
-    rows = (
-        temperature.contiguous(), seed.contiguous(), limit, places, position.contiguous(), maxima
-    )  # fmt: skip
+    inputs = (temperature, seed, limit, places, position)
+    rows = (*(None if x is None else x.contiguous() for x in inputs), maxima)
     sizes = (scores.stride(0), vocab_size, num_groups)
     with torch.cuda.device_of(scores):  # type: ignore[no-untyped-call]
         _group_maxima[(num_rows, num_parts)](

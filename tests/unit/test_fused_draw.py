@@ -259,7 +259,7 @@ def test_rows_take_their_parameters_from_tables(topk: Kernel, dtype: torch.dtype
     logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(3)).to(dtype)
     temperature, seeds, _ = random_rows(6, 3)
     positions = torch.arange(20) + 2**32
-    places = torch.tensor([5, 0, 3, 3, 1] * 4)
+    places = torch.tensor([[5, 0, 3, 3, 1] * 4, [2] * 20]).t().contiguous()[:, 0]  # a column
     limit = torch.tensor([3000, 2048, 1 << 30, 129, 128, 2999], dtype=torch.int32)
     rows = (temperature, seeds, positions, 8, places, limit)
     assert check_best(topk(logits, *rows), logits, *rows) <= 1
