@@ -28,10 +28,10 @@ pytestmark = [
 SIZES = [(1, 128_256), (5, 151_936), (64, 32_000), (257, 4099), (3, 1)]
 
 
-def rows_on(device: str, n: int, **filters: float) -> RowSampling:
-    """`n` rows, every third one greedy."""
+def rows_on(device: str, n: int, least: float = 0.0, **filters: float) -> RowSampling:
+    """`n` rows of temperatures from `least` on, every third one greedy if that is 0."""
     return RowSampling.of(
-        [0.0 if i % 3 == 0 else 0.2 + (i % 17) / 10 for i in range(n)],
+        [max(least, 0.0 if i % 3 == 0 else 0.2 + (i % 17) / 10) for i in range(n)],
         [int(filters.get("top_k", TOP_K_ALL))] * n,
         [filters.get("top_p", 1.0)] * n,
         [filters.get("min_p", 0.0)] * n,
@@ -117,9 +117,9 @@ def check_best(got: torch.Tensor, scores: torch.Tensor) -> None:
 @pytest.mark.parametrize(("n", "vocab"), BEST_SIZES)
 def test_the_best_equal_those_of_torch(n, vocab, dtype):
     logits = logits_of(n, vocab).to(dtype).cuda()
-    rows, position = rows_on("cuda", n), torch.arange(n, device="cuda") + (1 << 33)
-    if dtype == torch.bfloat16:  # its equal logits are in no order with torch: all rows are drawn
-        rows.temperature.clamp_(min=0.5)
+    # Equal logits, of which bfloat16 has many, are in no order with torch: all its rows are drawn.
+    rows = rows_on("cuda", n, least=0.5 if dtype == torch.bfloat16 else 0.0)
+    position = torch.arange(n, device="cuda") + (1 << 33)
     got = fused_draw.noisy_topk(logits, rows.temperature, rows.seed, position, WIDTH)
     check_best(got, coupled_scores(logits, rows, position))
     first = noisy_argmax(logits, rows.temperature, rows.seed, position)
