@@ -30,7 +30,8 @@ def engine() -> Any:
 
     config = DraftServerConfig(
         endpoint="ipc:///unused", model_path=str(DRAFT_PATH), device="cuda", num_steps=K,
-        fan_out=[4] * (K + 1),        mem_fraction_static=0.3, max_total_tokens=20_000, max_sessions=8, max_branch_rows=64,
+        fan_out=[4] * (K + 1), mem_fraction_static=0.3, max_total_tokens=20_000, max_sessions=8,
+        max_branch_rows=64,
     )  # fmt: skip
     return DraftEngine(
         DraftRunner(config), num_steps=K, fan_out=[4] * (K + 1), max_branch_rows=64,
