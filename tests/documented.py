@@ -34,14 +34,11 @@ class Recipe:
 
     def __init__(self, page: Path, here: Mapping[str, str]) -> None:
         """`here`: what stands for a name or a number of the page on this host."""
-        self._commands = commands(page)
-        self._here = here
-        self.untried = set(self._commands)
+        self._commands, self._here = commands(page), here
 
     def command(self, part: str) -> str:
         """The only command with `part` in it, as it is run here."""
         (found,) = (command for command in self._commands if part in command)
-        self.untried.discard(found)
         for name, value in self._here.items():
             found = found.replace(name, value)
         return found
