@@ -60,8 +60,8 @@ def resize(source: Path, folder: Path, *, vocab_size: int, context_length: int) 
     config |= {"vocab_size": vocab_size, "max_position_embeddings": context_length}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        rows = torch.zeros(vocab_size, tensors[name].shape[1])
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+        rows = torch.zeros(vocab_size, tensors[name].shape[1], dtype=tensors[name].dtype)
         kept = min(vocab_size, len(tensors[name]))
         rows[:kept] = tensors[name][:kept]
         tensors[name] = rows

@@ -11,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sgl_ssd.cpu import grammar, invariance, kernels
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -49,6 +50,11 @@ def register(*, invariant: bool) -> None:
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
             without_gpu_communicators,
             HookType.BEFORE,
+        ),
+        (
+            "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
+            keep_heads,
+            replace,
         ),
         (
             "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_structural_tag",
@@ -116,3 +122,11 @@ def without_gpu_communicators(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...
         if name in kwargs:
             kwargs[name] = False
     return args, kwargs
+
+
+def keep_heads(model_config: ModelConfig, load_config: Any, tp_size: int) -> ModelConfig:
+    """Leave the numbers of heads as they are: ranks beyond the KV heads get copies, as on a GPU.
+
+    The original pads them, for weight loaders that only SGLang's own CPU platform has.
+    """
+    return model_config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from documented import commands
 from parity.harness import configure, ssd_state
 from servers import ServerProcess
 
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# test_deployment.py runs what is on the page that it is named after.
+DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "deployment"]
+PAGES = [ROOT / "README.md", *DOCS]
 TOOLS = ("sgl_ssd.chat", "sgl_ssd.top")
 # What commands answer, by a part of them; the first one that fits counts.
 ANSWERS = {
@@ -110,32 +112,16 @@ def test_offline_batch(tmp_path: Path) -> None:
 def _commands() -> Iterator[str]:
     """Every curl request, and every call of a tool that talks to a server."""
     for page in PAGES:
-        blocks = re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S)
-        blocks += re.findall(r"`(curl [^`]+)`", page.read_text())
-        for block in blocks:
-            for command in _split(block):
-                if command.startswith("curl ") or any(f"-m {tool}" in command for tool in TOOLS):
-                    yield command
-
-
-def _split(block: str) -> Iterator[str]:
-    """The commands of a block; one ends with its line, if no quote is open there."""
-    command = ""
-    for line in block.replace("\\\n", " ").splitlines():
-        command += line
-        try:
-            shlex.split(command, comments=True)
-        except ValueError:
-            command += "\n"
-        else:
-            yield command
-            command = ""
+        inline = re.findall(r"`(curl [^`]+)`", page.read_text())
+        for command in commands(page) + inline:
+            if command.startswith("curl ") or any(f"-m {tool}" in command for tool in TOOLS):
+                yield command
 
 
 def test_commands_were_found() -> None:
-    commands = "\n".join(_commands())
+    found = "\n".join(_commands())
     for part in ("/v1/completions", "/server_info", "/set_internal_state", *TOOLS):
-        assert part in commands
+        assert part in found
 
 
 @pytest.mark.parametrize("command", list(dict.fromkeys(_commands())))

@@ -326,7 +326,9 @@ def test_two_targets_share_a_draft_server(rig: Rig, bodies: Any, expected: Any) 
         assert eventually(lambda: ssd_state(rig.server)["draft_stats"]["sessions"] == 3, 30)
         family = second.processes()
         second.process.send_signal(signal.SIGKILL)  # type: ignore[union-attr]
+        hits = ssd_state(rig.server)["hits"]
         run(rig, bodies, expected, "the other is killed")
+        assert ssd_state(rig.server)["hits"] > hits
         assert not psutil.wait_procs(family, timeout=20)[1]
     assert eventually(lambda: ssd_state(rig.server)["draft_stats"]["peers"] == 1, 20), "lease"
     assert_drafting_resumes(rig, bodies)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from documented import DOCS, Recipe
 from parity.harness import compare, configure, send_all
 from servers import ServerProcess
+from sgl_ssd.models import DRAFT_PATH, TARGET_PATH
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +21,9 @@ NEW_TOKENS = 48
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("replicas") / "server.log"
-    args = ["--device", "cpu", "--dtype", "float32", "--dp-size", "2"]
+    models = {"Qwen/Qwen3-8B": str(TARGET_PATH), "Qwen/Qwen3-0.6B": str(DRAFT_PATH)}
+    flags = Recipe(DOCS / "deployment.md", models).arguments("--dp-size 2")
+    args = [*flags, "--device", "cpu", "--dtype", "float32"]
     with ServerProcess("sgl_ssd.launch_server", args, log=log) as server:
         yield server
         server.assert_ends_cleanly()
