@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -42,8 +44,14 @@ def fan_out_for(fan_out: Sequence[int], answered: int, budget: int, limit: int) 
     The last depth gets the greatest of what the list gives to it and below: nothing lies deeper.
     Sum at most `budget`, each entry at most `limit`.
     """
-    wanted = [*fan_out[:answered], max(fan_out[answered:], default=0)]
-    return fit_budget([min(f, limit) for f in wanted], budget)
+    wanted = (*fan_out[:answered], max(fan_out[answered:], default=0))
+    return list(_fitted(wanted, budget, limit))
+
+
+@lru_cache(maxsize=4096)
+def _fitted(wanted: tuple[int, ...], budget: int, limit: int) -> tuple[int, ...]:
+    """The same few questions come for every session in every round."""
+    return tuple(fit_budget([min(f, limit) for f in wanted], budget))
 
 
 def exclude_on_host(ids: np.ndarray, excluded: int) -> list[int]:
@@ -79,13 +87,9 @@ def plan_forks(cache: SpeculationCache, fan_out: Sequence[int], late: bool) -> l
             if late:
                 forks += [Fork(depth, UNKNOWN_ROOT, rank) for rank in range(want)]
             continue
-        guesses = cache.guesses[depth][: cache.width]
-        fresh = dict.fromkeys(
-            t
-            for t in exclude_on_host(guesses, not_a_root(cache, depth))
-            if (depth, t) not in cache.index
-        )
-        forks += [Fork(depth, t) for t in list(fresh)[:want]]
+        guesses = exclude_on_host(cache.guesses[depth][: cache.width], not_a_root(cache, depth))
+        fresh = (t for t in dict.fromkeys(guesses) if (depth, t) not in cache.index)
+        forks += [Fork(depth, t) for t in islice(fresh, want)]
     return forks
 
 

@@ -30,6 +30,7 @@ from sgl_ssd.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 MIN_WIDTH = 8
+STEP_AFTER_PLANS = 4
 _STATUS = {
     Stage.PREFILL: Status.PREFILLING,
     Stage.CONTEXT: Status.CONTEXT,
@@ -249,12 +250,17 @@ class DraftEngine:
                 draft.cache.given = len(draft.cache.chain)
         return [Status.BACKUP if draft.chain else Status.EMPTY for draft in drafts]
 
-    def plan(self, draft: Draft) -> None:
-        """Get ready to build the cache for the round that `draft.chain` is verified in."""
-        if draft.stage is Stage.READY:
+    def plan(self, *drafts: Draft) -> None:
+        """Get ready to build the caches for the round that each `draft.chain` is verified in."""
+        ready = [draft for draft in drafts if draft.stage is Stage.READY]
+        for draft in ready:
             draft.answered = min(len(draft.chain), draft.num_steps)
             self._grow(draft)
+        for planned, draft in enumerate(ready, 1):
             self._builder.plan(draft, budget=max(0, self._rows_for(draft) - 1))
+            # A device must not wait for the last of many plans.
+            if planned % STEP_AFTER_PLANS == 0 and not self.stepper.synchronous:
+                self._builder.work()
 
     def take_built(self) -> list[Draft]:
         """Sessions whose caches have been completed since the last call."""

@@ -74,7 +74,7 @@ class Engine(Protocol):
 
     def backup(self, drafts: Sequence[Any], kind: str) -> list[Status]: ...
 
-    def plan(self, draft: Any) -> None: ...
+    def plan(self, *drafts: Any) -> None: ...
 
     def work(self) -> None: ...
 
@@ -392,10 +392,9 @@ class DraftServer:
         self._send(peer.identity, self._speculations(peer, message, rows))
         self.stats.rounds += 1
         self.stats.rows += len(rows)
-        for session, status, _ in rows:
+        for _, status, _ in rows:
             self.stats.count(status)
-            if session is not None and status in _BUILDABLE:
-                self._engine.plan(session.draft)
+        self._engine.plan(*(s.draft for s, status, _ in rows if s and status in _BUILDABLE))
 
     def _speculations(
         self,

@@ -49,6 +49,10 @@ class PretendedDraft:
     chain: list[int] = field(default_factory=list)
     ahead_s: float = 0.0
 
+    @property
+    def answered(self) -> int:
+        return len(self.chain)
+
     def entries(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         """For every accepted length the outcome that `BothEnds.round` makes of it."""
         text, length = list(self.tokens), len(self.tokens)
@@ -98,9 +102,9 @@ class PretendedEngine:
             draft.chain = drafts_after(draft.tokens)[:1]
         return [Status.BACKUP] * len(drafts)
 
-    def plan(self, draft: PretendedDraft) -> None:
-        assert draft in self.open_drafts
-        self.planned.append(draft)
+    def plan(self, *drafts: PretendedDraft) -> None:
+        assert all(draft in self.open_drafts for draft in drafts)
+        self.planned += drafts
 
     def work(self) -> None:
         pass

@@ -123,8 +123,9 @@ class PretendedEngine:
             self._draft(draft)
         return [Status.BACKUP] * len(drafts)
 
-    def plan(self, draft: PretendedDraft) -> None:
-        draft.plans += 1
+    def plan(self, *drafts: PretendedDraft) -> None:
+        for draft in drafts:
+            draft.plans += 1
 
     def work(self) -> None:
         pass
