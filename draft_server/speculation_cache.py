@@ -128,7 +128,8 @@ class SpeculationCache:
             ("tokens", np.zeros((n, self.num_steps), np.int64)),
             ("ids", np.zeros((n, self.num_steps, self._columns), np.int64)),
         ):  # fmt: skip
-            setattr(self, name, np.concatenate((getattr(self, name), values)) if first else values)
+            added = np.concatenate((getattr(self, name), values)) if first else values.copy()
+            setattr(self, name, added)
         for i, (k, t) in enumerate(zip(depth.tolist(), root.tolist(), strict=True)):
             if t != UNKNOWN_ROOT:
                 self.index[k, t] = first + i
