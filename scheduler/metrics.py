@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import REGISTRY
 
 from sgl_ssd.metrics import TIME_BUCKETS, TimeHistogram
-from sgl_ssd.scheduler.draft_client import DraftClient
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.stats import SSDStats
 
 PREFIX = "sglang:ssd_"
@@ -94,7 +94,7 @@ class SSDMetrics:
         self._draft_sums: dict[str, tuple[float, float]] = {}
         self._draft_means: dict[str, float] = {}
 
-    def publish(self, stats: SSDStats, client: DraftClient, drafting: bool) -> None:
+    def publish(self, stats: SSDStats, client: DraftFleet, drafting: bool) -> None:
         """Bring every metric up to date."""
         for name, count in _counts(stats):
             self._raise(self._counters[name], (name,), count)
@@ -117,7 +117,7 @@ class SSDMetrics:
             counter.inc(new)
             self._published[key] = count
 
-    def _gauge_values(self, client: DraftClient, drafting: bool) -> Iterator[tuple[str, float]]:
+    def _gauge_values(self, client: DraftFleet, drafting: bool) -> Iterator[tuple[str, float]]:
         yield "sessions", len(client.sessions)
         yield "num_steps", client.num_steps
         yield "fan_out", sum(client.fan_out)

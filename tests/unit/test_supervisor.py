@@ -162,7 +162,7 @@ def test_every_setting_reaches_the_draft_server() -> None:
         backup="fast", max_branch_rows=8, device="cpu", base_gpu_id=5, dtype="float16",
         attention_backend="a", mem_fraction_static=0.3, max_total_tokens=99, context_length=77,
         max_sessions=9, prefill_chunk=33, lease_s=7.5, trust_remote_code=True, log_level="debug",
-        http_port=8099, keys="some folder",
+        http_port=8099, keys="some folder", name="3",
     )  # fmt: skip
     default = DraftServerConfig(endpoint="tcp://127.0.0.1:7002", model_path="m")
     for f in fields(config):
@@ -399,7 +399,7 @@ def test_a_remote_draft_server_that_falls_silent_is_noticed(
     monkeypatch.setattr(supervisor, "SILENCE_S", 3.0)
     lost = threading.Event()
     double = DraftDouble(endpoint, lambda tokens, count: [], vocab_size=10)
-    supervisor.watch_remote(endpoint, None, 30.0, lost.set)
+    supervisor.watch_remote([endpoint], None, 30.0, lost.set)
     assert not lost.wait(5.0), "it answers"
     double.stop()
     assert lost.wait(15.0)
@@ -410,7 +410,7 @@ def test_a_remote_draft_server_that_never_comes_is_waited_for_as_long_as_asked(
     endpoint: str,
 ) -> None:
     lost = threading.Event()
-    supervisor.watch_remote(endpoint, None, 1.5, lost.set)
+    supervisor.watch_remote([endpoint], None, 1.5, lost.set)
     assert not lost.wait(1.0)
     assert lost.wait(10.0)
 
