@@ -123,6 +123,10 @@ class DraftFleet:
             for client in self.clients
         ]
 
+    def pings_ms(self) -> list[float]:
+        """Shortest round trip of the last pings to each server that is up and reached by tcp."""
+        return [c.ping_ms[0] for c in self.clients if c.up and c.pings_s and c.remote]
+
     def _candidates(self) -> list[DraftClient]:
         """Where sessions may be placed: home servers that are up, or else others that are."""
         home = [client for client in self.home if client.server is not None]

@@ -152,11 +152,16 @@ class DraftLink:
             self._first_pings -= 1
             if self._first_pings:
                 self._ping(now)
-            elif self.pings_s and self.endpoint.startswith("tcp:"):
+            elif self.pings_s and self.remote:
                 logger.info(
                     "%s at %s: round trip of a ping %.2f ms, mean %.2f ms",
                     self.name, self.endpoint, *self.ping_ms,
                 )  # fmt: skip
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is reached over a network, or could be."""
+        return self.endpoint.startswith("tcp:")
 
     @property
     def ping_ms(self) -> tuple[float, float]:

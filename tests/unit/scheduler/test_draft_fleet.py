@@ -426,6 +426,7 @@ def test_the_way_to_a_server_is_measured_when_it_comes_up(caplog: Any) -> None:
     (line,) = [m for m in caplog.messages if "round trip of a ping 20." in m]
     assert line.startswith("draft server 1 at tcp://127.0.0.1:7001")
     assert rig.fleet.states()[1]["ping_ms"] == far[0]
+    assert rig.fleet.pings_ms() == [near[0], far[0]] and Rig().connect().fleet.pings_ms() == []
     rig.wires[1].latency_s = 0.03
     rig.ticks(40.0, step=4e-4)
     assert rig.fleet.clients[1].ping_ms[0] == pytest.approx(30, abs=0.5), "of the last pings"
