@@ -5,9 +5,9 @@ each given that all before it were: `(.8, .7)`; `()` is a verify without drafts.
 
 One round of SSD, over a batch of B requests:
 
-    round  = verify(tokens) + answer            the draft server answers at once, from what is ready;
-                                                with push nobody asks if the drafts of all rows were
-                                                sent ahead, and a longer wire costs only the others
+    round  = verify(tokens) + answer            the draft server answers at once, from what is
+                                                ready; a longer wire adds to it, with push only
+                                                where drafts of a row were not sent ahead
     steps  = round / step(rows)                 decode steps of the draft in that time; rows =
                                                 B (1 + F_0 + .. + F_K), shared out over draft GPUs
     hit    -> the next chain has min(K, steps) tokens, after full acceptance min(K, steps - 1): its

@@ -53,7 +53,7 @@ def test_several_draft_servers_have_a_line_each() -> None:
            "ping_ms": 0.0}  # fmt: skip
     text = shown(draft_servers=[one, two])
     (first,) = [line for line in text.splitlines() if "0 tcp://10.0.0.1:7000" in line]
-    assert first.split()[-6:] == ["up", "3", "0.9", "ms", "0.42", "ms"] or "0.42 ms" in first
+    assert "up" in first and "0.9 ms" in first and "0.42 ms" in first
     (second,) = [line for line in text.splitlines() if "1 ipc:///d1" in line]
     assert "down" in second and "–" in second
     assert "draft server" not in shown(draft_servers=[one])

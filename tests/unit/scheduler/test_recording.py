@@ -79,6 +79,16 @@ def test_both_ends_are_in_the_file_and_it_closes_with_the_last_spans(make: Any) 
     assert finished(record) == ["verify", "build step", "host work", "build"]
 
 
+def test_the_last_spans_of_all_draft_servers_are_waited_for(make: Any) -> None:
+    record, _, client, _ = make(servers=3, up=2)
+    on_spans = client.on_spans
+    record.stop()
+    on_spans(spans(last=True), 2)
+    assert record.state == "closing"
+    on_spans(spans((SpanKind.BUILD, 1.0, 1.6, 0, 4), last=True), 0)
+    assert finished(record) == ["build"]
+
+
 def test_a_draft_server_that_is_silent_is_waited_for_only_so_long(make: Any) -> None:
     record, _, _, clock = make()
     record.stop()
