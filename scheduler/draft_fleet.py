@@ -138,18 +138,21 @@ class DraftFleet:
             client.tick()
 
     def wait_until_up(self, timeout_s: float, every: bool = False) -> bool:
-        """Wait until a home server is up, or `every` one, at most `timeout_s` seconds; whether
+        """Wait until a server is up, or `every` home server, at most `timeout_s` seconds; whether
         that came true."""
-        enough = all if every else any
+
+        def enough() -> bool:
+            return all(client.up for client in self.home) if every else self.up
+
         deadline = self._clock() + timeout_s
-        while not enough(client.up for client in self.home) and self._clock() < deadline:
+        while not enough() and self._clock() < deadline:
             self.tick()
-            waiting = [client for client in self.home if not client.up]
+            waiting = [client for client in self.clients if not client.up]
             for client in waiting:
                 message = client.receive(min(0.1, timeout_s) / len(waiting))
                 if message is not None:
                     client.handle(message)
-        return enough(client.up for client in self.home)
+        return enough()
 
     def configure(self, num_steps: int, fan_out: list[int], backup: str) -> None:
         """Change K (at most the start's), fan-out and backup at run time."""

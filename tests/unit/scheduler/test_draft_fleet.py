@@ -371,6 +371,14 @@ def test_a_start_waits_for_one_or_for_all(every: bool) -> None:
     assert rig.fleet.wait_until_up(3.0, True)
 
 
+def test_a_replica_begins_with_the_servers_of_others_if_its_own_are_away() -> None:
+    rig = Rig(replica=1, replicas=2)
+    rig.servers[1].frozen = True
+    begun = rig.clock.now
+    assert rig.fleet.wait_until_up(600.0) and rig.clock.now - begun < 1.0
+    assert not rig.fleet.wait_until_up(2.0, every=True)
+
+
 # -- replicas of the target ----------------------------------------------------------------------
 
 
