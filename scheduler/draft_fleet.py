@@ -310,7 +310,7 @@ class DraftFleet:
                 elif alone or not left_s:
                     late[index] = due.pop(index)
             if len(due) > 1 and idle:
-                until = min(self.clients[index].deadline for index in due)
+                until = max(self.clients[index].deadline for index in due)
                 channels = [self.clients[index].channel for index in due]
                 self._wait_for_any(channels, max(0.0, until - self._clock()))
         return late | due

@@ -189,6 +189,15 @@ def test_its_sessions_move_with_their_next_question(
     assert rig.open("new").server == 0, "but new ones go there"
 
 
+def test_a_closed_session_does_not_move(rig: Rig) -> None:
+    gone, stays = rig.opened(2)
+    rig.round(gone, stays)
+    rig.fleet.close_session("0")
+    rig.fleet.clients[0]._down("a test says so")
+    rig.fleet.ask([gone, stays])
+    assert rig.loads() == [0, 1]
+
+
 def test_many_move_over_several_rounds(rig: Rig) -> None:
     count = 2 * MAX_OPENS_PER_ROUND + 4
     sessions = rig.opened(2 * count)
@@ -314,6 +323,22 @@ def test_a_silent_server_costs_only_its_own_rows() -> None:
     assert [c.timeouts for c in rig.fleet.clients] == [1, 0] and rig.stats.timeouts == 1
 
 
+def test_two_silent_servers_are_waited_for_once() -> None:
+    rig = Rig(3, timeout_ms=50).connect()
+    sessions = rig.opened(3)
+    for server in rig.servers[1:]:
+        server.frozen = True
+    looks: list[float] = []
+
+    def wait(channels: Any, left_s: float) -> None:
+        looks.append(left_s)
+        wait_for_any(channels, left_s)
+
+    rig.fleet._wait_for_any = wait
+    assert not rig.round(*sessions) and list(map(has_drafts, sessions)) == [True, False, False]
+    assert looks == [pytest.approx(0.05)] and rig.stats.timeouts == 1, "no busy loop"
+
+
 def test_all_are_waited_for_at_the_same_time() -> None:
     rig = Rig(3, timeout_ms=100).connect()
     sessions = rig.opened(3)
@@ -339,13 +364,14 @@ def test_the_breaker_is_the_servers_own(rig: Rig) -> None:
         b.commit([3])
         rig.round(a, b)
     assert rig.fleet.resting(a) and not rig.fleet.resting(b)
-    begun = rig.clock.now
-    for _ in range(3):
+    for latency_s in (0.0, 0.005, 0.005):
+        rig.wires[1].latency_s = latency_s
+        begun = rig.clock.now
         a.commit([3])
         b.commit([3])
         rig.round(a, b)
-        assert not has_drafts(a) and has_drafts(b)
-    assert rig.clock.now == begun, "nobody waits for the one that rests"
+        assert not has_drafts(a) and has_drafts(b), "the other one is waited for"
+        assert rig.clock.now == pytest.approx(begun + latency_s), "and nobody else"
 
 
 def test_a_flood_from_one_server_does_not_hold_the_scheduler() -> None:
