@@ -207,6 +207,7 @@ class DraftClient(DraftLink):
                 session.asked = session.committed
             if all(s.answered == s.committed for s in wanted):
                 self._awaited = -1
+        self.ping_with_question(self._asked_at)
         return True
 
     def _take_entry(self, session: Session) -> None:

@@ -139,7 +139,7 @@ class DraftFleet:
 
     def wait_until_up(self, timeout_s: float, every: bool = False) -> bool:
         """Wait until a server is up, or `every` home server, at most `timeout_s` seconds; whether
-        that came true."""
+        that came true. Then a moment more, to measure how far away they are."""
 
         def enough() -> bool:
             return all(client.up for client in self.home) if every else self.up
@@ -152,6 +152,8 @@ class DraftFleet:
                 message = client.receive(min(0.1, timeout_s) / len(waiting))
                 if message is not None:
                     client.handle(message)
+        for client in self.clients:
+            client.measure()
         return enough()
 
     def configure(self, num_steps: int, fan_out: list[int], backup: str) -> None:

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 PING_S = 1.0
 SILENCE_S = 5.0
 HELLO_S = 1.0
+# Rather with a question, whose answer somebody may wait for: then the Pong is read when it comes.
+PING_WITH_QUESTION_S = 0.8
 FIRST_PINGS = 5  # one after the other when a server comes up, to see how far away it is
+MEASURING_S = 0.5
 MEASURED_PINGS = 32
 # A Pong may have lain in the socket since we last looked: that long, or it measures nothing.
 PROMPT_S = 0.0005
@@ -106,6 +109,15 @@ class DraftLink:
                 return
             self._ping(now)
 
+    def measure(self) -> None:
+        """Wait for the answers to the first pings, at most `MEASURING_S`."""
+        until = self._clock() + MEASURING_S
+        while self.up and self._first_pings:
+            message = self.receive(max(0.0, until - self._clock()))
+            if message is None:
+                return
+            self.handle(message)
+
     def configure(self, settings: protocol.Configure) -> None:
         """Change K (at most the start's), fan-out, backup and push at run time."""
         self._settings = settings
@@ -134,6 +146,11 @@ class DraftLink:
         self.channel.close()
 
     # -- up and down -------------------------------------------------------------------------
+
+    def ping_with_question(self, now: float) -> None:
+        """A question was sent: a ping along with it, if one is due soon."""
+        if now - self._last_ping >= PING_WITH_QUESTION_S:
+            self._ping(now)
 
     def _ping(self, now: float) -> None:
         self._nonce += 1

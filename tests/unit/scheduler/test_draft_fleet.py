@@ -466,6 +466,31 @@ def test_the_way_to_a_server_is_measured_when_it_comes_up(caplog: Any) -> None:
     assert rig.fleet.clients[1].ping_ms[0] == pytest.approx(30, abs=0.5), "of the last pings"
 
 
+def test_it_is_measured_before_the_first_request() -> None:
+    rig = Rig()
+    for wire, latency_s in zip(rig.wires, (0.001, 0.02), strict=True):
+        wire.latency_s = latency_s
+    assert rig.fleet.wait_until_up(5.0, every=True)
+    assert [c.ping_ms[0] for c in rig.fleet.clients] == pytest.approx([1, 20])
+    assert min(len(pings(rig, i)) for i in (0, 1)) >= FIRST_PINGS - 1
+    rig.servers[0].restart()
+    rig.servers[0].frozen = True
+    begun = rig.clock.now
+    rig.fleet.clients[0]._down("a test says so")
+    assert not rig.fleet.wait_until_up(0.5, every=True) and rig.clock.now - begun < 1.0
+
+
+def test_under_load_it_is_measured_while_an_answer_is_waited_for(rig: Rig) -> None:
+    session = rig.open("r")
+    rig.wires[0].latency_s = 0.004
+    for _ in range(100):
+        session.commit([3])
+        rig.clock.sleep(0.05)
+        rig.fleet.tick()
+        assert rig.round(session)
+    assert len(pings(rig, 0)) >= 4 and pings(rig, 0)[-4:] == pytest.approx([0.004] * 4)
+
+
 def test_an_answer_that_has_lain_there_measures_nothing(rig: Rig) -> None:
     before = pings(rig, 0)
     rig.ticks(5.0, step=0.25)
