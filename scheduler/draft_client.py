@@ -36,6 +36,8 @@ DEADLINE_CAP_S = 0.500
 BREAKER_TIMEOUTS = 5
 BREAKER_REST_S = 1.0
 MAX_OPENS_PER_ROUND = 16
+# Where others could take over: a server that says nothing at all for so long after a question.
+UNHEARD_S = 1.0
 
 
 class DraftClient(DraftLink):
@@ -75,6 +77,7 @@ class DraftClient(DraftLink):
         self._fixed_deadline_s = deadline_s
         self._round_id = 0
         self._asked_at = 0.0
+        self._unheard_from = 0.0  # the first question since which nothing was heard
         self._awaited = -1  # the round whose answer somebody waits for
         self._given_up = -1  # the last one that was waited for in vain
         self._timeouts_in_a_row = 0
@@ -192,6 +195,8 @@ class DraftClient(DraftLink):
         news = [t for s in wanted for t in s.tokens[s.acked :]]
         self._round_id = next(self._round_ids)
         self._asked_at = self._clock()
+        if self._heard_at >= self._unheard_from:
+            self._unheard_from = self._asked_at
         sent = self.send(
             protocol.Speculate(
                 round_id=self._round_id,
@@ -248,6 +253,12 @@ class DraftClient(DraftLink):
             return DEADLINE_CAP_S
         wanted = max(trip.recent + 6 * trip.deviation, 2 * self._stats.period.recent)
         return min(DEADLINE_CAP_S, max(DEADLINE_FLOOR_S, wanted))
+
+    def give_up(self) -> None:
+        """Count it as down if it has been silent for `UNHEARD_S`; there are others."""
+        unheard_s = self._clock() - self._unheard_from
+        if self._heard_at < self._unheard_from and unheard_s >= UNHEARD_S:
+            self._down(f"no answer for {unheard_s:.0f} s")
 
     def timed_out(self) -> None:
         """The round went on without the answer."""

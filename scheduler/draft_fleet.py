@@ -290,6 +290,9 @@ class DraftFleet:
         for client in silent:
             client.timed_out()
         self._stats.timeouts += bool(silent)
+        if late and self.servers_up > 1:
+            for index in late:
+                self.clients[index].give_up()
         return not late
 
     def _wait(self, due: dict[int, list[Session]]) -> dict[int, list[Session]]:

@@ -82,6 +82,7 @@ class DraftLink:
         self._unanswered_ping_at: float | None = None
         self._first_pings = 0
         self._looked_at = -1e9  # when the socket was empty last
+        self._heard_at = -1e9
         self._refused_text = ""
         # What the server has yet to hear: a flush, and the last epoch of closed sessions.
         self._flush_owed = False
@@ -271,7 +272,7 @@ class DraftLink:
                 self._looked_at = now
             if frames is None:
                 return None
-            begun = now
+            begun = self._heard_at = now
             try:
                 return protocol.decode(frames)
             except ProtocolError as e:

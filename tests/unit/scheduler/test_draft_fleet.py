@@ -17,6 +17,7 @@ from sgl_ssd.config import VerifierConfig
 from sgl_ssd.scheduler.draft_client import (
     BREAKER_TIMEOUTS,
     MAX_OPENS_PER_ROUND,
+    UNHEARD_S,
     DraftClient,
     make_hello,
 )
@@ -321,6 +322,42 @@ def test_a_silent_server_costs_only_its_own_rows() -> None:
     assert rig.clock.now - begun == pytest.approx(0.05, abs=2e-3)
     assert not has_drafts(a) and has_drafts(b)
     assert [c.timeouts for c in rig.fleet.clients] == [1, 0] and rig.stats.timeouts == 1
+
+
+@pytest.mark.parametrize(("servers", "moves"), [(1, False), (2, True)])
+def test_a_server_that_says_nothing_is_given_up_where_there_are_others(
+    servers: int, moves: bool
+) -> None:
+    rig = Rig(servers).connect()
+    session = rig.open("r")
+    for _ in range(30):
+        session.commit([3])
+        rig.clock.sleep(0.01)
+        assert rig.round(session)
+    rig.clock.sleep(3.0)  # nothing was asked: nothing had to be said
+    rig.servers[0].frozen = True
+    begun = rig.clock.now
+    while rig.clock.now < begun + 4.0:
+        session.commit([3])
+        rig.clock.sleep(0.01)
+        rig.fleet.tick()
+        rig.round(session)
+        if has_drafts(session):
+            break
+    assert has_drafts(session) is moves is (not rig.fleet.clients[0].up)
+    if moves:
+        assert UNHEARD_S <= rig.clock.now - begun < UNHEARD_S + 0.1 and session.server == 1
+
+
+def test_a_server_that_is_late_but_alive_keeps_its_sessions(rig: Rig) -> None:
+    session = rig.open("r")
+    rig.wires[0].latency_s = 0.7  # beyond any deadline
+    for _ in range(300):
+        session.commit([3])
+        rig.clock.sleep(0.01)
+        rig.fleet.tick()
+        rig.round(session)
+    assert session.server == 0 and rig.fleet.clients[0].up and rig.stats.timeouts > 5
 
 
 def test_two_silent_servers_are_waited_for_once() -> None:
