@@ -26,17 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     """Run the draft server; returns the exit code."""
     try:
         config, options = parse_args(argv)
-        _configure_logging(config.log_level)
+        _configure_logging(config.log_level, config.name)
         return serve(config, options)
     except SSDError as e:
         print(f"draft server: {e}", file=sys.stderr)
         return 2
 
 
-def _configure_logging(level: str) -> None:
+def _configure_logging(level: str, name: str | None) -> None:
     """State changes only: SGLang's own messages about the model it loads count as debugging."""
+    me = "draft_server" if name is None else f"draft_server {name.replace('%', '%%')}"
     logging.basicConfig(
-        level=level.upper(), format="[%(asctime)s draft_server] %(levelname)s: %(message)s"
+        level=level.upper(), format=f"[%(asctime)s {me}] %(levelname)s: %(message)s"
     )
     if level != "debug":
         logging.getLogger("sglang").setLevel(logging.WARNING)
@@ -184,8 +185,10 @@ def _build(
         if http is not None:
             http.close()
 
+    name = "" if config.name is None else f"{config.name} "
     print(
-        f"draft server ready: {config.endpoint}, {config.model_path} on {runner.device.type}, "
+        f"draft server {name}ready: {config.endpoint}, {config.model_path} on "
+        f"{runner.device.type}, "
         f"K={config.num_steps}, fan-out {config.fan_out}, {runner.num_slots} KV tokens, "
         f"context {runner.context_len}, "
         + (f"graphs up to {runner.graph_rows} rows" if runner.graph_rows else "no graphs"),

@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="folder with this server's keys and those of the verifiers it lets in, made by "
         "`python -m sgl_ssd.keys`; needed to listen beyond loopback",
     )  # fmt: skip
+    add("--name", default=None, help="what its log calls it, where several write to one")
     add("--model-path", required=True, help="the draft model: a folder or a hub name")
     add("--num-steps", type=int, default=4, help="K: draft tokens per speculation")
     add(
@@ -91,6 +92,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[DraftServerConfig, Proces
     config = DraftServerConfig(
         endpoint=args.endpoint,
         model_path=args.model_path,
+        name=args.name,
         num_steps=args.num_steps,
         fan_out=fan_out,
         backup=args.backup,

@@ -13,7 +13,7 @@ from sgl_ssd import explain
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.protocol import SpanKind, Status
 from sgl_ssd.sampling import TOP_K_ALL
-from sgl_ssd.scheduler.draft_client import DraftClient
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.grammar import GrammarRow, fit_drafts
 from sgl_ssd.scheduler.outcomes import PendingOutcome
 from sgl_ssd.scheduler.proposals import Drafts
@@ -39,7 +39,7 @@ class DraftExchange:
     def __init__(
         self,
         config: VerifierConfig,
-        client: DraftClient | None,
+        client: DraftFleet | None,
         tuner: Tuner,
         stats: SSDStats,
         context_len: int,
@@ -194,7 +194,7 @@ class DraftExchange:
 
     def _take_drafts(
         self,
-        client: DraftClient,
+        client: DraftFleet,
         reqs: Sequence[Any],
         sessions: Sequence[Session | None],
         drafts: Drafts,
@@ -236,7 +236,7 @@ class DraftExchange:
 
     def _fit_drafts(
         self,
-        client: DraftClient,
+        client: DraftFleet,
         reqs: Sequence[Any],
         sessions: Sequence[Session | None],
         drafts: Drafts,
@@ -254,7 +254,7 @@ class DraftExchange:
             drafts.put(i, fit_drafts(grammar, req.tokenizer, given, session.tokens, room), None)
 
 
-def _reason(client: DraftClient, session: Session) -> str:
+def _reason(client: DraftFleet, session: Session) -> str:
     """Why a session has no drafts."""
     if not client.up:
         return "down"
@@ -263,7 +263,7 @@ def _reason(client: DraftClient, session: Session) -> str:
     if session.refused:
         return "context"
     if session.answered != session.committed:
-        return "resting" if client.resting else "late"
+        return "resting" if client.resting(session) else "late"
     return {3: "miss", 4: "prefilling", 8: "no_memory"}.get(session.status, "empty")
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import REGISTRY
 
 from sgl_ssd.metrics import TIME_BUCKETS, TimeHistogram
-from sgl_ssd.scheduler.draft_client import DraftClient
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.stats import SSDStats
 
 PREFIX = "sglang:ssd_"
@@ -57,12 +57,20 @@ GAUGES = {
     "num_steps": "K now.",
     "fan_out": "Sum of the fan-out now: branches of a session.",
     "drafting": "1: drafting is on, 0: off.",
-    "draft_up": "1: the draft server answers, 0: it does not.",
+    "draft_up": "1: a draft server answers, 0: none does.",
     "draft_step_seconds": "Time of a build step of the draft server, mean over the last seconds.",
     "draft_build_seconds": "Time to build a session's cache, mean over the last seconds.",
     "draft_jit_seconds": "Time of a just-in-time draft, mean over the last seconds.",
     "draft_kv_total_tokens": "Size of the draft's KV pool.",
     "draft_kv_used_tokens": "Of which sessions and branches hold.",
+}
+LABELLED_GAUGES = {
+    "draft_server_up": (("server",), "1: this draft server answers, 0: it does not."),
+    "draft_server_sessions": (("server",), "Open sessions at this draft server."),
+    "draft_server_ping_seconds": (
+        ("server",),
+        "Shortest of the last round trips to this draft server without work.",
+    ),
 }
 
 
@@ -89,12 +97,16 @@ class SSDMetrics:
         self._gauges = {
             n: make(Gauge, n, text, multiprocess_mode="mostrecent") for n, text in GAUGES.items()
         }
+        self._labelled_gauges = {
+            n: make(Gauge, n, text, more, multiprocess_mode="mostrecent")
+            for n, (more, text) in LABELLED_GAUGES.items()
+        }
         self._series: dict[tuple[str, ...], Any] = {}
         self._published: dict[tuple[str, ...], float] = {}
         self._draft_sums: dict[str, tuple[float, float]] = {}
         self._draft_means: dict[str, float] = {}
 
-    def publish(self, stats: SSDStats, client: DraftClient, drafting: bool) -> None:
+    def publish(self, stats: SSDStats, fleet: DraftFleet, drafting: bool) -> None:
         """Bring every metric up to date."""
         for name, count in _counts(stats):
             self._raise(self._counters[name], (name,), count)
@@ -108,8 +120,16 @@ class SSDMetrics:
             self._raise(series, key, count)
         for name, time in stats.times().items():
             self._histograms[name].add_up(time)
-        for name, value in self._gauge_values(client, drafting):
+        for name, value in self._gauge_values(fleet, drafting):
             self._gauges[name].set(value)
+        for server in fleet.clients:
+            for name, value in (
+                ("draft_server_up", int(server.up)),
+                ("draft_server_sessions", len(server.sessions)),
+                ("draft_server_ping_seconds", server.ping_ms[0] / 1e3),
+            ):
+                gauge = self._labelled_gauges[name]
+                gauge.labels(*self._values, str(server.index)).set(value)
 
     def _raise(self, counter: Any, key: tuple[str, ...], count: int) -> None:
         new = count - self._published.get(key, 0)
@@ -117,13 +137,13 @@ class SSDMetrics:
             counter.inc(new)
             self._published[key] = count
 
-    def _gauge_values(self, client: DraftClient, drafting: bool) -> Iterator[tuple[str, float]]:
-        yield "sessions", len(client.sessions)
-        yield "num_steps", client.num_steps
-        yield "fan_out", sum(client.fan_out)
+    def _gauge_values(self, fleet: DraftFleet, drafting: bool) -> Iterator[tuple[str, float]]:
+        yield "sessions", len(fleet.sessions)
+        yield "num_steps", fleet.num_steps
+        yield "fan_out", sum(fleet.fan_out)
         yield "drafting", int(drafting)
-        yield "draft_up", int(client.up)
-        numbers = client.server_stats
+        yield "draft_up", int(fleet.up)
+        numbers = fleet.server_stats
         for name, count, seconds in (
             ("draft_step_seconds", "build_steps", "build_step_s"),
             ("draft_build_seconds", "builds", "build_s"),

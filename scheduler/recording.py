@@ -9,13 +9,13 @@ from typing import Any
 
 from sgl_ssd.protocol import Spans
 from sgl_ssd.recorder import Recorder, TraceFile
-from sgl_ssd.scheduler.draft_client import DraftClient
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.stats import SSDStats
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-LAST_S = 3.0  # longest wait for the draft server's last spans
+LAST_S = 3.0  # longest wait for the last spans of draft servers
 
 
 class Recording:
@@ -28,15 +28,16 @@ class Recording:
         self,
         path: str,
         stats: SSDStats,
-        client: DraftClient,
+        client: DraftFleet,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.file = TraceFile(path)
+        self.file = TraceFile(path, len(client.clients))
         self._stats = stats
         self._client = client
         self._clock = clock
         self._flush_at = 0.0
         self._stop_by: float | None = None
+        self._last_to_come = 0  # draft servers whose last spans are out
         self._recorder = stats.recorder = Recorder()
         client.record(self._on_spans)
         logger.info("timeline: writing %s", self.file.path)
@@ -69,14 +70,17 @@ class Recording:
         self._stats.recorder = None
         self.file.add(self._recorder.drain())
         self._stop_by = self._clock() + LAST_S
-        if not self._client.stop_recording():
+        self._last_to_come = self._client.stop_recording()
+        if not self._last_to_come:
             self._close()
 
-    def _on_spans(self, message: Spans) -> None:
+    def _on_spans(self, message: Spans, server: int) -> None:
         self.file.add(self._recorder.drain())
-        self.file.add(spans_of(message))
+        self.file.add(spans_of(message), server)
         if message.last and self._stop_by is not None:
-            self._close()
+            self._last_to_come -= 1
+            if self._last_to_come <= 0:
+                self._close()
 
     def _close(self) -> None:
         self._client.record(None)

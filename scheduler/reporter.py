@@ -1,8 +1,9 @@
-"""SGLang's metrics reporter, which also reports SSD: metrics, and two figures in the log line."""
+"""SGLang's metrics reporter, which also reports SSD: metrics, and figures in the log line."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
@@ -32,7 +33,8 @@ class SSDMetricsReporter(SchedulerMetricsReporter):
         else:
             self._ssd_line = self._ssd_line or LogLine()
             label = self._graph_backend_label
-            self._graph_backend_label = f"{self._ssd_line.text(worker.stats)}, {label}"
+            pings_ms = worker.client.pings_ms() if worker.client is not None else []
+            self._graph_backend_label = f"{self._ssd_line.text(worker.stats, pings_ms)}, {label}"
             super().report_decode_stats(*args, **kwargs)
             self._graph_backend_label = label
         if worker is not None and time.monotonic() >= self._ssd_publish_at:
@@ -64,13 +66,17 @@ class LogLine:
     def __init__(self) -> None:
         self._before = (0, 0, 0, 0)
 
-    def text(self, stats: SSDStats) -> str:
-        """Share of outcomes that were predicted, and drafts a round; `-` without any."""
+    def text(self, stats: SSDStats, pings_ms: Sequence[float] = ()) -> str:
+        """Share of outcomes that were predicted, and drafts a round; `-` without any. Of draft
+        servers on a network also the way there and back."""
         hits, partials, misses = (sum(counts) for counts in stats.predictions.values())
         now = (hits, hits + partials + misses, stats.drafted, stats.rounds)
         hits, asked, drafted, rounds = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        return f"hit rate: {_ratio(hits, asked)}, draft len: {_ratio(drafted, rounds)}"
+        text = f"hit rate: {_ratio(hits, asked)}, draft len: {_ratio(drafted, rounds)}"
+        if pings_ms:
+            text += f", draft ping (ms): {'/'.join(f'{ms:.2f}' for ms in pings_ms)}"
+        return text
 
 
 def _ratio(part: int, whole: int) -> str:

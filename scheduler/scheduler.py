@@ -126,6 +126,7 @@ class SSDScheduler(Scheduler):
                 draft="up" if client.up else "down",
                 draft_model=client.server.model_path if client.server else "",
                 draft_stats=client.server_stats,
+                draft_servers=client.states(),
                 open_sessions=len(client.sessions),
             )
         state["requests"] = self._ssd_requests()

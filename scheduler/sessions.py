@@ -46,6 +46,7 @@ class Session:
         tokens: every committed token, prompt included, the bonus token last.
         acked: how many of them the draft server is known to have.
         wire_epoch: epoch under which the session is open on the wire; -1 when it is not.
+        server: index of the draft server that it is placed at; -1: none.
         link: which connection it was opened on (a restarted server knows no sessions).
         proposals: what `drafts` were drawn from, ids int32 and probabilities float32 [K, M]; None
             if they were drawn coupled.
@@ -66,6 +67,7 @@ class Session:
     acked: int = 0
     wire_epoch: int = -1
     next_epoch: int = 0
+    server: int = -1
     link: int = -1
     asked: int = -1
     answered: int = -1

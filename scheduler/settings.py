@@ -23,7 +23,7 @@ from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import check_fan_out
 
 if TYPE_CHECKING:
-    from sgl_ssd.scheduler.draft_client import DraftClient
+    from sgl_ssd.scheduler.draft_fleet import DraftFleet
     from sgl_ssd.scheduler.worker import SSDWorker
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _saguaro_c(value: Any) -> float:
     return float(value)
 
 
-def _settings(client: DraftClient) -> tuple[int, list[int], str]:
+def _settings(client: DraftFleet) -> tuple[int, list[int], str]:
     return client.num_steps, client.fan_out, client.backup
 
 

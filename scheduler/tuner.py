@@ -158,13 +158,20 @@ class PayOff:
 
 
 class Client(Protocol):
-    """What the tuner needs of a draft client; see `draft_client.DraftClient`."""
+    """What the tuner needs of the draft servers; see `draft_fleet.DraftFleet`."""
 
     num_steps: int
     fan_out: list[int]
     backup: str
-    server: Any
-    server_stats: dict[str, float]
+
+    @property
+    def server(self) -> Any: ...
+
+    @property
+    def server_stats(self) -> dict[str, float]: ...
+
+    @property
+    def servers_up(self) -> int: ...
 
     def configure(self, num_steps: int, fan_out: list[int], backup: str) -> None: ...
 
@@ -303,7 +310,8 @@ class Tuner:
         client = self._client
         assert client is not None
         most = client.server.max_branch_rows if client.server is not None else 1
-        where = Deployment(batch=rows, max_rows=most, width=self.width)
+        servers = max(1, client.servers_up)
+        where = Deployment(batch=rows, max_rows=most, draft_gpus=servers, width=self.width)
         present = self._present()
         if present.backup == "auto":
             present = replace(present, backup="jit" if rows == 1 else "fast")
@@ -318,7 +326,7 @@ class Tuner:
             lists = ((k, tuple([*client.fan_out, *last][: k + 1])) for k in steps)
             wanted = (Setting(k, fan_out, b) for k, fan_out in lists for b in backups)
         for setting in wanted:
-            if rows * (1 + sum(setting.fan_out)) <= max(64.0, MORE_ROWS * seen):
+            if rows * (1 + sum(setting.fan_out)) <= servers * max(64.0, MORE_ROWS * seen):
                 yield planner.predict(m, setting, where)
 
     def _apply(self, setting: Setting) -> None:

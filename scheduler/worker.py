@@ -28,7 +28,8 @@ from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ConfigError, DraftUnavailableError
 from sgl_ssd.protocol import SpanKind
 from sgl_ssd.scheduler import hooks
-from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
+from sgl_ssd.scheduler.draft_client import make_hello
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.exchange import DraftExchange
 from sgl_ssd.scheduler.grammar import GrammarRow
 from sgl_ssd.scheduler.inputs import DraftInput
@@ -38,6 +39,7 @@ from sgl_ssd.scheduler.recording import Recording
 from sgl_ssd.scheduler.stats import SSDStats
 from sgl_ssd.scheduler.target_forward import TargetForward
 from sgl_ssd.scheduler.tuner import Tuner
+from sgl_ssd.transport import private_folder
 from sgl_ssd.vocabulary import read_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -111,13 +113,13 @@ class SSDWorker(BaseSpecWorker):
         return f"{root}.{self.ps.dp_rank}{kind}"
 
     def tick(self) -> None:
-        """Look after the draft server; called in every loop of the scheduler."""
+        """Look after the draft servers; called in every loop of the scheduler."""
         if self.client is not None:
             self.client.tick()
         if self.recording is not None:
             self.recording.tick()
 
-    def _connect(self) -> DraftClient:
+    def _connect(self) -> DraftFleet:
         model = self._runner.model_config
         vocabulary = read_vocabulary(
             self.server_args.tokenizer_path or self.server_args.model_path,
@@ -130,7 +132,10 @@ class SSDWorker(BaseSpecWorker):
             vocab_hash=vocabulary.fingerprint,
             max_running_requests=self.server_args.max_running_requests or 0,
         )
-        client = DraftClient(self.config, hello, self.stats)
+        client = DraftFleet(
+            self.config, hello, self.stats,
+            replica=self.ps.dp_rank or 0, replicas=self.ps.dp_size or 1,
+        )  # fmt: skip
         client.tick()
         return client
 
@@ -164,9 +169,11 @@ class SSDWorker(BaseSpecWorker):
     def _wait_for_draft_server(self) -> None:
         """Begin to serve with drafts, or say clearly that there are none."""
         client, limit = self.client, self.config.draft_start_timeout_s
-        if client is None or not self.exchange.drafting or client.wait_until_up(limit):
+        # The launcher waits for all that are its own; of others one is enough to begin with.
+        ours = private_folder(self.config.endpoints[0]) is not None
+        if client is None or not self.exchange.drafting or client.wait_until_up(limit, every=ours):
             return
-        text = f"no draft server on {self.config.endpoint} within {limit:.0f} s"
+        text = f"no draft server on {', '.join(self.config.endpoints)} within {limit:.0f} s"
         if self.config.draft_keys is not None:
             text += f", or it does not accept the keys in {self.config.draft_keys}"
         if self.config.draft_required:

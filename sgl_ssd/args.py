@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from sgl_ssd.config import VERIFICATIONS, DraftServerConfig, VerifierConfig, check_num_steps
@@ -28,13 +28,13 @@ AUTO_NUM_STEPS = 7
 class LaunchPlan:
     """What to start.
 
-    `draft` is None when an already running draft server is used; `sglang_argv` is the command
+    `drafts` is empty when already running draft servers are used; `sglang_argv` is the command
     line that SGLang parses.
     """
 
     target_path: str
     draft_path: str | None
-    draft: DraftServerConfig | None
+    drafts: list[DraftServerConfig]
     verifier: VerifierConfig
     sglang_argv: list[str]
     trust_remote_code: bool
@@ -101,9 +101,9 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     add(
-        "--ssd-draft-endpoint", metavar="ENDPOINT",
-        help="use the draft server that listens here (ipc:///PATH or tcp://HOST:PORT) "
-        "instead of starting one",
+        "--ssd-draft-endpoint", metavar="ENDPOINT[,...]", nargs="+",
+        help="use the draft server that listens here (ipc:///PATH or tcp://HOST:PORT), or several, "
+        "which share the requests, instead of starting one",
     )  # fmt: skip
     add(
         "--ssd-draft-keys", metavar="DIR",
@@ -113,7 +113,8 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--ssd-draft-required",
         action="store_true",
-        help="stop when the draft server is lost, instead of serving on without drafts",
+        help="stop when the draft server is lost (of several: when none is left), instead of "
+        "serving on without drafts",
     )
     add(
         "--ssd-draft-timeout-ms",
@@ -138,8 +139,21 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         "--ssd-draft-base-gpu-id",
         type=int,
         metavar="ID",
-        help="GPU of the draft server (default: the one after the target's)",
+        help="GPU of the first draft server (default: the one after the target's)",
     )
+    add(
+        "--ssd-draft-replicas", type=int, default=1, metavar="R",
+        help="draft servers to start, each on a GPU of its own, that share the requests; with "
+        "--dp-size N they are dealt out to the replicas of the target (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--ssd-draft-gpu-ids", metavar="ID[,ID...]",
+        help="GPU of each draft server (default: those from --ssd-draft-base-gpu-id on)",
+    )  # fmt: skip
+    add(
+        "--ssd-draft-tp-size", type=int, default=1, metavar="1",
+        help="a draft server uses one GPU; for more GPUs see --ssd-draft-replicas",
+    )  # fmt: skip
     add(
         "--ssd-max-branch-rows",
         type=int,
@@ -171,7 +185,8 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         "--ssd-draft-http-port",
         type=int,
         metavar="PORT",
-        help="serve the draft server's own /health and /metrics on this loopback port",
+        help="serve the draft server's own /health and /metrics on this loopback port; further "
+        "draft servers take the ports after it",
     )
 
 
@@ -234,6 +249,11 @@ def from_keywords(
     if ours.ssd_fan_out is not None and not isinstance(ours.ssd_fan_out, str):
         counts = ours.ssd_fan_out
         ours.ssd_fan_out = ",".join(map(str, [counts] if isinstance(counts, int) else counts))
+    if isinstance(ours.ssd_draft_endpoint, str):
+        ours.ssd_draft_endpoint = [ours.ssd_draft_endpoint]
+    if ours.ssd_draft_gpu_ids is not None and not isinstance(ours.ssd_draft_gpu_ids, str):
+        ids = ours.ssd_draft_gpu_ids
+        ours.ssd_draft_gpu_ids = ",".join(map(str, [ids] if isinstance(ids, int) else ids))
     for action in parser._actions:
         value = getattr(ours, action.dest)
         if action.choices is not None and value is not None and value not in action.choices:
@@ -320,6 +340,51 @@ def _check_mode(ours: argparse.Namespace) -> None:
     ours.ssd_fan_out, ours.ssd_backup = "0", "jit"
 
 
+def _endpoints(ours: argparse.Namespace, private_endpoint: str) -> list[str]:
+    """Of the draft servers, running ones or those to be started. Raises `ConfigError`."""
+    replicas, size = ours.ssd_draft_replicas, ours.ssd_draft_tp_size
+    if size != 1:
+        raise ConfigError(
+            f"--ssd-draft-tp-size {size}: a draft is too small to gain from several GPUs, its "
+            "steps take no longer than their launch; use more GPUs with --ssd-draft-replicas"
+        )
+    if replicas < 1:
+        raise ConfigError(f"--ssd-draft-replicas {replicas}: must be at least 1")
+    if ours.ssd_draft_endpoint is None:
+        return [private_endpoint, *(f"{private_endpoint}{i}" for i in range(1, replicas))]
+    for flag, given in (
+        ("--ssd-draft-replicas", replicas != 1), ("--ssd-draft-gpu-ids", ours.ssd_draft_gpu_ids),
+    ):  # fmt: skip
+        if given:
+            raise ConfigError(
+                f"{flag}: is for draft servers that are started here, and --ssd-draft-endpoint "
+                "names running ones; leave one of the two out"
+            )
+    return [e.strip() for given in ours.ssd_draft_endpoint for e in given.split(",") if e.strip()]
+
+
+def _draft_gpus(ours: argparse.Namespace, behind_target: int) -> list[int]:
+    """The GPU of each draft server that is started here. Raises `ConfigError`."""
+    replicas, given, base = (
+        ours.ssd_draft_replicas, ours.ssd_draft_gpu_ids, ours.ssd_draft_base_gpu_id,
+    )  # fmt: skip
+    if given is None:
+        first = behind_target if base is None else base
+        return list(range(first, first + replicas))
+    if base is not None:
+        raise ConfigError("--ssd-draft-gpu-ids names the GPUs: leave --ssd-draft-base-gpu-id out")
+    try:
+        ids = [int(number) for number in given.split(",")]
+    except ValueError:
+        raise ConfigError(f"--ssd-draft-gpu-ids {given!r}: numbers separated by commas") from None
+    if len(ids) != replicas or len(set(ids)) != replicas:
+        raise ConfigError(
+            f"--ssd-draft-gpu-ids {given}: --ssd-draft-replicas {replicas} needs as many different "
+            "GPUs"
+        )
+    return ids
+
+
 def _plan(
     ours: argparse.Namespace, theirs: argparse.Namespace, private_endpoint: str
 ) -> LaunchPlan:
@@ -339,6 +404,7 @@ def _plan(
             "--speculative-draft-model-path is missing: name a small model of the target's "
             "vocabulary, or a running draft server with --ssd-draft-endpoint"
         )
+    endpoints = _endpoints(ours, private_endpoint)
     _check_mode(ours)
     steps_auto, fan_out_auto = ours.speculative_num_steps == AUTO, ours.ssd_fan_out == AUTO
     if steps_auto:
@@ -352,7 +418,7 @@ def _plan(
             raise ConfigError("--ssd-draft-keys needs --ssd-draft-endpoint")
         load_client_keys(ours.ssd_draft_keys)
     verifier = VerifierConfig(
-        endpoint=ours.ssd_draft_endpoint or private_endpoint,
+        endpoints=endpoints,
         num_steps=ours.speculative_num_steps,
         fan_out=fan_out,
         backup=ours.ssd_backup,
@@ -369,12 +435,12 @@ def _plan(
         draft_keys=ours.ssd_draft_keys,
         trace_file=_trace_file(ours.ssd_trace),
     )
-    server = None
+    servers = []
     if ours.ssd_draft_endpoint is None:
         device = ours.ssd_draft_device
         if device == "auto" and theirs.device is not None:
             device = theirs.device
-        gpu, targets = ours.ssd_draft_base_gpu_id, theirs.tp_size * theirs.dp_size
+        gpus = _draft_gpus(ours, theirs.base_gpu_id + theirs.tp_size * theirs.dp_size)
         server = DraftServerConfig(
             endpoint=private_endpoint,
             model_path=draft,
@@ -384,7 +450,7 @@ def _plan(
             backup=ours.ssd_backup,
             max_branch_rows=ours.ssd_max_branch_rows,
             device=device,
-            base_gpu_id=gpu if gpu is not None else theirs.base_gpu_id + targets,
+            base_gpu_id=gpus[0],
             dtype=ours.ssd_draft_dtype
             if ours.ssd_draft_dtype != "auto"
             else theirs.dtype or "auto",
@@ -397,10 +463,19 @@ def _plan(
             log_level=theirs.log_level,
             http_port=ours.ssd_draft_http_port,
         )
+        servers = [
+            server
+            if len(endpoints) == 1
+            else replace(
+                server, endpoint=endpoint, name=str(i), base_gpu_id=gpu,
+                http_port=server.http_port and server.http_port + i,
+            )
+            for i, (endpoint, gpu) in enumerate(zip(endpoints, gpus, strict=True))
+        ]  # fmt: skip
     return LaunchPlan(
         target_path=target,
         draft_path=draft,
-        draft=server,
+        drafts=servers,
         verifier=verifier,
         sglang_argv=["--model-path", target],
         trust_remote_code=theirs.trust_remote_code,

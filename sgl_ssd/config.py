@@ -27,6 +27,7 @@ class DraftServerConfig:
 
     endpoint: str
     model_path: str
+    name: str | None = None  # of one of several, for its log
     num_steps: int = 4
     fan_out: list[int] = field(default_factory=lambda: [4] * 5)
     backup: str = "jit"
@@ -75,7 +76,7 @@ class DraftServerConfig:
 class VerifierConfig:
     """What the verifier (SGLang's scheduler process) needs to know."""
 
-    endpoint: str
+    endpoints: list[str]  # of the draft servers
     num_steps: int = 4
     fan_out: list[int] = field(default_factory=lambda: [4] * 5)
     backup: str = "jit"
@@ -93,7 +94,13 @@ class VerifierConfig:
     trace_file: str | None = None
 
     def __post_init__(self) -> None:
-        check_endpoint(self.endpoint, self.draft_keys is not None)
+        _require(bool(self.endpoints), "--ssd-draft-endpoint: name at least one")
+        for endpoint in self.endpoints:
+            check_endpoint(endpoint, self.draft_keys is not None)
+            _require(
+                self.endpoints.count(endpoint) == 1,
+                f"--ssd-draft-endpoint {endpoint}: named twice",
+            )
         _check_common(self.num_steps, self.backup, 1)
         _require(
             0 < self.draft_start_timeout_s < math.inf,

@@ -23,14 +23,14 @@ from sgl_ssd import args as ssd_args
 from sgl_ssd import config, host, plugin
 from sgl_ssd.errors import ConfigError, DraftUnavailableError
 from sgl_ssd.launch_server import check_models
-from sgl_ssd.supervisor import DraftSupervisor
+from sgl_ssd.supervisor import DraftServers
 from sgl_ssd.transport import private_ipc_endpoint, remove_private_ipc
 
 logger = logging.getLogger(__name__)
 
 
 class Engine(SGLangEngine):
-    """An engine in this process, its scheduler and its draft server in processes of their own."""
+    """An engine in this process, its scheduler and its draft servers in processes of their own."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Start everything and wait until it can serve.
@@ -43,7 +43,7 @@ class Engine(SGLangEngine):
             raise ConfigError("server_args: pass the arguments of ServerArgs by keyword instead")
         # Offline use is quiet by default, as SGLang's is.
         kwargs.setdefault("log_level", "error")
-        self._draft: DraftSupervisor | None = None
+        self._drafts: DraftServers | None = None
         self._draft_error: DraftUnavailableError | None = None
         self._endpoint = private_ipc_endpoint()
         try:
@@ -52,21 +52,21 @@ class Engine(SGLangEngine):
             with _configured(plan.verifier):
                 self._start(plan, server_kwargs)
         except BaseException:
-            self._stop_draft()
+            self._stop_drafts()
             raise
 
     def _start(self, plan: ssd_args.LaunchPlan, server_kwargs: dict[str, Any]) -> None:
         _load_plugin()
-        if plan.draft is None:
+        if not plan.drafts:
             super().__init__(**server_kwargs)
             return
         mine = set(psutil.Process().children(recursive=True))
-        self._draft = DraftSupervisor(
-            plan.draft, _end_like_sglang if plan.verifier.draft_required else None
+        self._drafts = DraftServers(
+            plan.drafts, _end_like_sglang if plan.verifier.draft_required else None
         )
         waiting = threading.Thread(
             target=self._await_draft,
-            args=(self._draft, plan.verifier.draft_start_timeout_s, mine),
+            args=(self._drafts, plan.verifier.draft_start_timeout_s, mine),
             daemon=True,
         )
         # Both take their time to start: let them do so at once.
@@ -81,13 +81,13 @@ class Engine(SGLangEngine):
         if self._draft_error is not None:
             super().shutdown()
             raise self._draft_error
-        self._draft.watch()
+        self._drafts.watch()
 
     def _await_draft(
-        self, draft: DraftSupervisor, timeout_s: float, mine: set[psutil.Process]
+        self, drafts: DraftServers, timeout_s: float, mine: set[psutil.Process]
     ) -> None:
         try:
-            draft.wait_ready(timeout_s, lambda seconds: None)
+            drafts.wait_ready(timeout_s, lambda seconds: None)
         except DraftUnavailableError as e:
             # The scheduler would wait for it until its own timeout: end what this start has begun.
             self._draft_error = e
@@ -98,13 +98,13 @@ class Engine(SGLangEngine):
     def shutdown(self) -> None:
         """End every process of this engine. Idempotent; also called when the program exits."""
         # SGLang ends by killing all children, which would look like the death of a draft server.
-        self._stop_draft()
+        self._stop_drafts()
         super().shutdown()
 
-    def _stop_draft(self) -> None:
-        draft, self._draft = self._draft, None
-        if draft is not None:
-            draft.stop()
+    def _stop_drafts(self) -> None:
+        drafts, self._drafts = self._drafts, None
+        if drafts is not None:
+            drafts.stop()
         remove_private_ipc(self._endpoint)
 
 

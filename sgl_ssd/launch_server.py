@@ -21,7 +21,7 @@ from types import FrameType
 from sgl_ssd import args as ssd_args
 from sgl_ssd.errors import ConfigError, SSDError, StartRefusedError
 from sgl_ssd.host import check_sglang_version
-from sgl_ssd.supervisor import DraftSupervisor, TargetProcess, watch_remote
+from sgl_ssd.supervisor import DraftServers, TargetProcess, watch_remote
 from sgl_ssd.transport import private_ipc_endpoint, remove_private_ipc
 from sgl_ssd.vocabulary import check_pair, check_rollback, read_vocabulary
 
@@ -76,8 +76,9 @@ def check_ports(plan: ssd_args.LaunchPlan) -> None:
     parser.add_argument("--port", type=int, default=30000)
     http, _ = parser.parse_known_args(plan.sglang_argv)
     wanted = [("--port", http.host, http.port)]
-    if plan.draft is not None and plan.draft.http_port is not None:
-        wanted.append(("--ssd-draft-http-port", "127.0.0.1", plan.draft.http_port))
+    for draft in plan.drafts:
+        if draft.http_port is not None:
+            wanted.append(("--ssd-draft-http-port", "127.0.0.1", draft.http_port))
     for flag, host, port in wanted:
         if not 0 < port < 65536:
             raise ConfigError(f"{flag} {port}: must lie in 1..65535")
@@ -94,23 +95,23 @@ def check_ports(plan: ssd_args.LaunchPlan) -> None:
 
 def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
     stop = _StopRequest()
-    draft = target = None
+    drafts = target = None
     with stop.listening():
         try:
-            if plan.draft is not None:
+            if plan.drafts:
                 lost = stop.set if plan.verifier.draft_required else None
-                draft = DraftSupervisor(plan.draft, lost)
+                drafts = DraftServers(plan.drafts, lost)
             plan.verifier.to_environment()
-            # Both take their time to start: let them do so at once.
+            # All take their time to start: let them do so at once.
             target = TargetProcess(plan.sglang_argv, folder)
-            if draft is not None:
-                with _progress("waiting for the draft server") as progress:
-                    draft.wait_ready(plan.verifier.draft_start_timeout_s, stop.check_in(progress))
-                draft.watch()
+            if drafts is not None:
+                with _progress(str(drafts)) as progress:
+                    drafts.wait_ready(plan.verifier.draft_start_timeout_s, stop.check_in(progress))
+                drafts.watch()
             elif plan.verifier.draft_required:
                 remote = plan.verifier
                 watch_remote(
-                    remote.endpoint, remote.draft_keys, remote.draft_start_timeout_s, stop.set
+                    remote.endpoints, remote.draft_keys, remote.draft_start_timeout_s, stop.set
                 )
             _log_plan(plan)
             while target.poll() is None and not stop.wait(0.2):
@@ -119,8 +120,8 @@ def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
             code = target.poll() if target is not None else None
             if target is not None:
                 _stop_target(target, stop)
-            if draft is not None:
-                draft.stop()
+            if drafts is not None:
+                drafts.stop()
     if code is None:
         return 0 if stop.by_user else 1
     logger.error("the target server ended with exit code %d", code)
@@ -132,7 +133,7 @@ def _log_plan(plan: ssd_args.LaunchPlan) -> None:
         "target %s; draft %s via %s; %s, K=%d, fan-out %s, backup %s, %s verification, drafting %s",
         plan.target_path,
         plan.draft_path or "(running elsewhere)",
-        plan.verifier.endpoint,
+        ", ".join(plan.verifier.endpoints),
         "ssd" if any(plan.verifier.fan_out) or plan.verifier.backup != "jit" else "sync",
         plan.verifier.num_steps,
         plan.verifier.fan_out,
@@ -196,8 +197,9 @@ class _StopRequest:
 
 
 @contextmanager
-def _progress(text: str) -> Iterator[Callable[[float], None]]:
+def _progress(awaited: str) -> Iterator[Callable[[float], None]]:
     """The seconds waited on a terminal; one log line elsewhere."""
+    text = f"waiting for {awaited}"
     if not sys.stderr.isatty():
         logger.info("%s", text)
         yield lambda seconds: None
@@ -207,7 +209,7 @@ def _progress(text: str) -> Iterator[Callable[[float], None]]:
     started = time.monotonic()
     with tqdm(total=None, desc=text, bar_format="{desc}: {elapsed}", leave=False) as bar:
         yield lambda seconds: bar.refresh()
-    logger.info("draft server ready after %.0f s", time.monotonic() - started)
+    logger.info("%s ready after %.0f s", awaited.removeprefix("the "), time.monotonic() - started)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -83,6 +83,7 @@ class Frame:
     draft_kv_use: float | None
     invalid_messages: int
     requests: list[dict[str, Any]]
+    draft_servers: list[dict[str, Any]] = field(default_factory=list)  # as in `/server_info`
     alerts: list[str] = field(default_factory=list)
 
 
@@ -143,6 +144,7 @@ def compare(before: Look | None, after: Look) -> Frame:
         draft_kv_use=_kv_use(new.get("draft_stats") or {}),
         invalid_messages=int(count("invalid_messages")),
         requests=list(new.get("requests", [])),
+        draft_servers=list(new.get("draft_servers", [])),
     )
     return replace(frame, alerts=list(alerts(frame)))
 
@@ -154,6 +156,10 @@ def alerts(frame: Frame) -> Iterator[str]:
         return
     if frame.draft == "down":
         yield "the draft server is down: serving goes on without drafts"
+    else:
+        for i, server in enumerate(frame.draft_servers):
+            if server["draft"] == "down":
+                yield f"draft server {i} ({server['endpoint']}) is down: the others do its work"
     if frame.invalid_messages:
         yield f"{frame.invalid_messages} invalid messages from the draft server were dropped"
     if frame.draft_kv_use is not None and frame.draft_kv_use > 0.95:

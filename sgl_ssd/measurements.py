@@ -5,7 +5,8 @@ Three forms of JSON are understood:
 * measurements themselves: `verify_ms`, `plain_ms` and `step_ms` as lists of [size, ms] (tokens in
   the forward, batch, rows), `answer_ms`, `acceptance` (a number or one for each position), and if
   known `miss` ({"c", "r"}), `fast` (acceptance of a fast backup's tokens), `jit_ms` (a token, by
-  rows) and `sync_step_ms` (a draft step beside the target, by batch);
+  rows), `sync_step_ms` (a draft step beside the target, by batch), `push` (true or false) and
+  `wire_ms` (the network's share of a round trip);
 * a result file of `benchmarks.serve`;
 * the answer of `/server_info`, or its section `ssd`.
 """
@@ -63,6 +64,8 @@ def from_numbers(data: dict[str, Any]) -> Measurements:
             fast=tuple(data.get("fast", ())),
             jit=Curve(data["jit_ms"]) if data.get("jit_ms") else None,
             sync_step=Curve(data["sync_step_ms"]) if data.get("sync_step_ms") else None,
+            push=bool(data.get("push", False)),
+            wire_ms=float(data.get("wire_ms", 0.0)),
         )
     except (KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"measurements: {type(e).__name__}: {e}") from None
@@ -148,7 +151,18 @@ def from_server(state: dict[str, Any]) -> Measurements:
         acceptance=acceptance,
         miss=fit_miss_law(miss),
         jit=Curve([(1, draft["jit_ms"] / draft["jit_tokens"])]) if jit else None,
+        push=state.get("push") == "on",
+        wire_ms=max(pings_ms(state), default=0.0),
     )
+
+
+def pings_ms(state: dict[str, Any]) -> list[float]:
+    """Measured round trips to the draft servers that are reached by tcp, without work there."""
+    return [
+        server["ping_ms"]
+        for server in state.get("draft_servers", ())
+        if server["ping_ms"] and server["endpoint"].startswith("tcp:")
+    ]
 
 
 # -- a benchmark ----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add = what_if.add_argument
     add("--draft-speed", type=float, default=1.0, metavar="X", help="the draft were X times faster")
     add("--target-speed", type=float, default=1.0, metavar="X", help="so were the target")
-    add("--draft-gpus", type=int, default=1, metavar="N", help="N GPUs shared the draft's rows")
+    add("--draft-gpus", type=int, default=1, metavar="N", help="N draft servers shared the rows")
     add("--wire-ms", type=float, default=0.0, metavar="MS", help="round trips took MS longer")
     found.add_argument("--json", action="store_true", help="print JSON")
     return found
@@ -115,8 +115,8 @@ def _load(args: argparse.Namespace) -> Any:
         raise ConfigError(f"{args.measurements or args.server}: {e}") from None
 
 
-def plans_for(args: argparse.Namespace) -> list[Plan]:
-    """One plan for each batch. Raises `ConfigError`."""
+def plans_for(args: argparse.Namespace) -> tuple[Measurements, list[Plan]]:
+    """What is known, and one plan for each batch. Raises `ConfigError`."""
     if not 1 <= args.max_steps <= MAX_STEPS:
         raise ConfigError(f"--max-steps {args.max_steps}: must lie in 1..{MAX_STEPS}")
     if min(args.draft_speed, args.target_speed) <= 0:
@@ -130,7 +130,7 @@ def plans_for(args: argparse.Namespace) -> list[Plan]:
     )
     backups = ("jit", "fast") if m.fast else ("jit", "none")
     deployments = [Deployment(b, args.max_branch_rows, args.draft_gpus) for b in batches]
-    return [make_plan(m, d, args.max_steps, args.uniform, backups) for d in deployments]
+    return m, [make_plan(m, d, args.max_steps, args.uniform, backups) for d in deployments]
 
 
 def table(plans: Sequence[Plan]) -> Table:
@@ -168,19 +168,32 @@ def recommendation(plans: Sequence[Plan]) -> str:
     return text
 
 
+def network(m: Measurements) -> str:
+    """One line: how far away the draft server is; empty where that is no network."""
+    if not m.wire_ms:
+        return ""
+    text = f"Network round trip to the draft server: {m.wire_ms:.2f} ms measured"
+    if m.longer_ms:
+        text += f", {m.wire_ms + m.longer_ms:.2f} ms assumed"
+    return text + ("; hits that are sent ahead do not wait for it." if m.push else ".")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        plans = plans_for(args)
+        m, plans = plans_for(args)
     except ConfigError as e:
         print(f"sgl_ssd.plan: {e}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps([plan.as_dict() for plan in plans], indent=1))
+        wire = {"wire_ms": m.wire_ms + m.longer_ms}
+        print(json.dumps([plan.as_dict() | wire for plan in plans], indent=1))
         return 0
     console = Console()
     console.print(table(plans))
-    console.print(recommendation(plans), soft_wrap=True, highlight=False)
+    for line in (network(m), recommendation(plans)):
+        if line:
+            console.print(line, soft_wrap=True, highlight=False)
     return 0
 
 

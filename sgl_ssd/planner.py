@@ -5,7 +5,9 @@ each given that all before it were: `(.8, .7)`; `()` is a verify without drafts.
 
 One round of SSD, over a batch of B requests:
 
-    round  = verify(tokens) + answer            the draft server answers at once, from what is ready
+    round  = verify(tokens) + answer            the draft server answers at once, from what is
+                                                ready; a longer wire adds to it, with push only
+                                                where drafts of a row were not sent ahead
     steps  = round / step(rows)                 decode steps of the draft in that time; rows =
                                                 B (1 + F_0 + .. + F_K), shared out over draft GPUs
     hit    -> the next chain has min(K, steps) tokens, after full acceptance min(K, steps - 1): its
@@ -101,6 +103,9 @@ class Measurements:
         fast: the chain that a fast backup gives on average.
         jit: a token of a jit backup, by rows; None: as `step`.
         sync_step: a step of the draft beside the target (plain SD), by batch; None: as `step`.
+        push: complete caches are sent ahead of the question.
+        wire_ms: the network's share of a round trip; `answer_ms` has what rounds wait for it now.
+        longer_ms: round trips take so much longer than they did when this was measured.
         short_after_full: tokens that chains after full acceptance are short of, however much time
             there is (a draft server that does not begin branches late).
     """
@@ -114,6 +119,9 @@ class Measurements:
     fast: Chain = ()
     jit: Curve | None = None
     sync_step: Curve | None = None
+    push: bool = False
+    wire_ms: float = 0.0
+    longer_ms: float = 0.0
     short_after_full: int = 0
 
     def __post_init__(self) -> None:
@@ -144,7 +152,7 @@ class Measurements:
             verify=self.verify.scaled(target),
             plain=self.plain.scaled(target),
             step=self.step.scaled(draft),
-            answer_ms=self.answer_ms + wire_ms,
+            longer_ms=self.longer_ms + wire_ms,
             jit=self.jit and self.jit.scaled(draft),
             sync_step=self.sync_step and self.sync_step.scaled(draft),
         )
@@ -313,7 +321,15 @@ def predict(m: Measurements, setting: Setting, where: Deployment) -> Prediction:
     rows = math.ceil(batch * (1 + sum(fan_out)) / where.draft_gpus)
     step_ms = m.step(rows)
     verify_ms = m.verify(batch * (where.width or num_steps + 1))
-    steps = (verify_ms + m.answer_ms) / step_ms
+    round_ms = verify_ms + m.answer_ms
+    # What was sent ahead is there in time if it was complete a round trip before the next question.
+    pushed = 0.0
+    if m.push:
+        pushed = (round_ms - m.wire_ms - m.longer_ms) / step_ms - num_steps
+        pushed = min(1.0, max(0.0, pushed))
+    else:
+        round_ms += m.longer_ms
+    steps = round_ms / step_ms
     primary = m.chain(min(num_steps, steps))
     after_full = m.chain(min(num_steps - m.short_after_full, steps - 1))
     backup = {"jit": m.chain(num_steps), "fast": m.fast[:num_steps], "none": ()}[setting.backup]
@@ -335,7 +351,8 @@ def predict(m: Measurements, setting: Setting, where: Deployment) -> Prediction:
     share = _stationary(kinds)
     hit_rate = sum(p * kinds[chain][0] for chain, p in share.items())
     tokens = sum(p * expected_tokens(chain) for chain, p in share.items())
-    round_ms = verify_ms + m.answer_ms
+    if m.push:
+        round_ms += (1 - pushed * hit_rate**batch) * m.longer_ms
     if setting.backup == "jit":
         missing = max(1.0, batch * (1 - hit_rate))
         jit_ms = num_steps * (m.jit or m.step)(missing)

@@ -129,12 +129,12 @@ class ClockOffset:
 class TraceFile:
     """Writes spans from a thread of its own. Raises `OSError` when `path` cannot be written."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, draft_servers: int = 1) -> None:
         self.path = os.path.abspath(path)
         self.events = 0
         self._file = open(self.path, "wb")  # noqa: SIM115 - closed by the thread
-        self._spans: queue.SimpleQueue[list[Span] | None] = queue.SimpleQueue()
-        self._offset = ClockOffset()
+        self._spans: queue.SimpleQueue[tuple[list[Span], int | None] | None] = queue.SimpleQueue()
+        self._offsets = [ClockOffset() for _ in range(draft_servers)]
         self._origin: float | None = None
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
@@ -149,10 +149,10 @@ class TraceFile:
         """Whether everything is in the file, or could not be written."""
         return not self._thread.is_alive()
 
-    def add(self, spans: list[Span]) -> None:
-        """Spans of either process; returns at once."""
+    def add(self, spans: list[Span], server: int | None = None) -> None:
+        """Spans of the verifier, or of the draft server of that index; returns at once."""
         if spans and not (self.full or self.closed):
-            self._spans.put(spans)
+            self._spans.put((spans, server))
 
     def close(self) -> None:
         """End the file, in its own time."""
@@ -161,9 +161,9 @@ class TraceFile:
     def _run(self) -> None:
         try:
             with self._file as file:
-                file.write(b"[\n" + b",\n".join(map(orjson.dumps, _names())))
-                while (spans := self._spans.get()) is not None:
-                    file.write(b"".join(b",\n" + orjson.dumps(e) for e in self._events(spans)))
+                file.write(b"[\n" + b",\n".join(map(orjson.dumps, _names(len(self._offsets)))))
+                while (some := self._spans.get()) is not None:
+                    file.write(b"".join(b",\n" + orjson.dumps(e) for e in self._events(*some)))
                     file.flush()
                 file.write(b"\n]\n")
         except OSError as e:  # closing writes what is buffered, so that it can fail as well
@@ -171,19 +171,24 @@ class TraceFile:
         else:
             logger.info("timeline: %s written", self.path)
 
-    def _events(self, spans: list[Span]) -> list[dict[str, Any]]:
+    def _events(self, spans: list[Span], server: int | None) -> list[dict[str, Any]]:
         if self._origin is None:
             self._origin = min(begin for _, begin, *_ in spans)
-        exchanges = self._offset.add(spans)
-        offset = self._offset.seconds
+        # Each server has a clock of its own; round ids tell which of them was asked.
+        offsets = self._offsets if server is None else [self._offsets[server]]
+        exchanges = [(offset, exchange) for offset in offsets for exchange in offset.add(spans)]
         events = []
         for kind, begin, end, round_id, count in spans:
             process, track, name, unit = _PLACES[kind]
-            shift = offset if process == DRAFT else 0.0
+            shift = 0.0
+            if process == DRAFT:
+                shift = self._offsets[server or 0].seconds
+                process += server or 0
             args = {unit: count} | ({"round": round_id} if round_id else {})
             events.append(self._event(process, track, name, begin + shift, end + shift, args))
-        for round_id, t0, t1, t2, t3 in exchanges:
-            for name, begin, end in (("question", t0, t1 + offset), ("answer", t2 + offset, t3)):
+        for offset, (round_id, t0, t1, t2, t3) in exchanges:
+            t1, t2 = t1 + offset.seconds, t2 + offset.seconds
+            for name, begin, end in (("question", t0, t1), ("answer", t2, t3)):
                 args = {"round": round_id}
                 events.append(self._event(VERIFIER, 3, name, begin, max(begin, end), args))
         self.events += len(events)
@@ -200,10 +205,17 @@ class TraceFile:
         }  # fmt: skip
 
 
-def _names() -> list[dict[str, Any]]:
+def _names(draft_servers: int) -> list[dict[str, Any]]:
     """The events that name processes and tracks."""
     named = [(pid, 0, "process_name", name) for pid, name in PROCESSES.items()]
     named += [(pid, tid, "thread_name", name) for (pid, tid), name in TRACKS.items()]
+    for more in range(1, draft_servers):
+        named.append((DRAFT + more, 0, "process_name", f"{PROCESSES[DRAFT]} {more}"))
+        named += [
+            (DRAFT + more, tid, "thread_name", name)
+            for (pid, tid), name in TRACKS.items()
+            if pid == DRAFT
+        ]
     return [
         {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
         for pid, tid, what, name in named

@@ -17,6 +17,36 @@ _COUNTS = frozenset({
 })  # fmt: skip
 
 
+_WEIGHTS = {
+    "build_step_ms": "build_steps", "launch_ms": "build_steps", "branch_rows": "build_steps",
+    "step_ms": "build_steps", "step_rows": "build_steps", "step_row_ms": "build_steps",
+    "jit_ms": "jits", "jit_tokens": "jits",
+}  # fmt: skip
+
+
+def merged_draft_stats(servers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of several draft servers as those of one: sums, and means over all of them.
+
+    `peers` is that of the server with the most, since a verifier is a peer of all.
+    """
+    if len(servers) == 1:
+        return dict(servers[0])
+    whole: dict[str, float] = {}
+    for name in {name: None for numbers in servers for name in numbers}:
+        having = [numbers for numbers in servers if name in numbers]
+        values = [numbers[name] for numbers in having]
+        weight = "rows" if name.startswith("missed_of_") else _WEIGHTS.get(name)
+        if name == "peers":
+            whole[name] = max(values)
+        elif weight is None:
+            whole[name] = sum(values)
+        else:
+            weights = [numbers.get(weight, 0.0) for numbers in having]
+            total = sum(weights)
+            whole[name] = sum(v * w for v, w in zip(values, weights, strict=True)) / (total or 1.0)
+    return whole
+
+
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sections `ssd` of all replicas as one: counts are added up, requests strung together.
 
@@ -29,10 +59,32 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         whole["requests"] = [*whole.get("requests", ()), *state.get("requests", ())]
         if state.get("draft") == "down":
             whole["draft"] = "down"
-        # They ask one draft server, or one each: the numbers of the busiest.
+        if "draft_servers" in whole:
+            whole["draft_servers"] = _merged_servers(
+                whole["draft_servers"], state.get("draft_servers", ())
+            )
+        # They ask the same draft servers, or one each: the numbers of the busiest.
         drafts = [s.get("draft_stats") or {} for s in (whole, state)]
         whole["draft_stats"] = max(drafts, key=lambda numbers: float(numbers.get("rounds", 0)))
     return whole
+
+
+def _merged_servers(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The same draft servers as two replicas see them; each that one of them knows, once."""
+    whole = {server["endpoint"]: dict(server) for server in a}
+    for server in b:
+        mine = whole.get(server["endpoint"])
+        if mine is None:
+            whole[server["endpoint"]] = dict(server)
+            continue
+        for name in ("open_sessions", "timeouts"):
+            mine[name] = mine[name] + server[name]
+        mine["home"] = mine["home"] or server["home"]
+        if server["draft"] == "down":
+            mine["draft"] = "down"
+    return list(whole.values())
 
 
 def _sum(a: Any, b: Any) -> Any:

@@ -8,6 +8,7 @@ first, which must not see its draft server die at a regular end.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -15,13 +16,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from sgl_ssd import protocol
 from sgl_ssd.config import DraftServerConfig
-from sgl_ssd.errors import DraftUnavailableError, ProtocolError, StartRefusedError
+from sgl_ssd.errors import DraftUnavailableError, ProtocolError, SSDError, StartRefusedError
 from sgl_ssd.keys import load_client_keys
-from sgl_ssd.transport import ZmqClient, private_folder, temporary_files_in
+from sgl_ssd.transport import ZmqClient, private_folder, temporary_files_in, wait_for_any
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ def draft_command(config: DraftServerConfig) -> list[str]:
     """The command that starts a draft server with `config`."""
     flags: list[tuple[str, object]] = [
         ("--endpoint", config.endpoint),
+        ("--name", config.name),
         ("--model-path", config.model_path),
         ("--num-steps", config.num_steps),
         ("--fan-out", ",".join(map(str, config.fan_out))),
@@ -110,14 +113,23 @@ def draft_command(config: DraftServerConfig) -> list[str]:
 
 
 class DraftSupervisor:
-    """One draft server, restarted with growing pauses when it dies on its own."""
+    """One draft server, restarted with growing pauses when it dies on its own.
+
+    Attributes:
+        ready: it has answered since its last start.
+    """
 
     STOP_S = 5.0
 
-    def __init__(self, config: DraftServerConfig, on_lost: Callable[[], None] | None) -> None:
-        """`on_lost`, if given, is called instead of a restart when the draft server dies."""
+    def __init__(
+        self, config: DraftServerConfig, on_lost: Callable[[], object] | None = None
+    ) -> None:
+        """`on_lost`, if given, is called when the draft server dies, which is then restarted only
+        if that returns True."""
         self._config = config
         self._on_lost = on_lost
+        self._name = "draft server" if config.name is None else f"draft server {config.name}"
+        self.ready = False
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._child = self._start()
@@ -147,7 +159,7 @@ class DraftSupervisor:
                     raise StartRefusedError()
                 if code is not None:
                     raise DraftUnavailableError(
-                        f"the draft server ended at start with exit code {code}; its own message "
+                        f"the {self._name} ended at start with exit code {code}; its own message "
                         "is above"
                     )
                 client.send(ping)
@@ -156,12 +168,13 @@ class DraftSupervisor:
                     try:
                         protocol.decode(frames)
                     except ProtocolError as e:
-                        raise DraftUnavailableError(f"draft server: {e}") from None
+                        raise DraftUnavailableError(f"{self._name}: {e}") from None
+                    self.ready = True
                     return
         finally:
             client.close()
         raise DraftUnavailableError(
-            f"the draft server was not ready within {timeout_s:.0f} s "
+            f"the {self._name} was not ready within {timeout_s:.0f} s "
             "(--ssd-draft-start-timeout); see its log above"
         )
 
@@ -173,21 +186,24 @@ class DraftSupervisor:
         attempt = 0
         while True:
             started = time.monotonic()
+            if self._on_lost is not None and not self.ready:  # it was restarted
+                with suppress(SSDError):
+                    self.wait_ready(math.inf, lambda seconds: None)
             code = self._child.wait()
+            self.ready = False
             if self._stopping.is_set():
                 return
-            if self._on_lost is not None:
+            if self._on_lost is not None and not self._on_lost():
                 logger.error(
-                    "draft server ended with exit code %s; stopping (--ssd-draft-required)", code
+                    "%s ended with exit code %s; stopping (--ssd-draft-required)", self._name, code
                 )
-                self._on_lost()
                 return
             if time.monotonic() - started > STABLE_S:
                 attempt = 0
             pause = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
             attempt += 1
             logger.warning(
-                "draft server ended with exit code %s; restarting in %.1f s", code, pause
+                "%s ended with exit code %s; restarting in %.1f s", self._name, code, pause
             )
             if self._stopping.wait(pause):
                 return
@@ -203,6 +219,55 @@ class DraftSupervisor:
             self._child.stop(self.STOP_S)
 
 
+class DraftServers:
+    """The draft servers of one launcher, each with a supervisor of its own."""
+
+    def __init__(
+        self, configs: Sequence[DraftServerConfig], on_lost: Callable[[], None] | None = None
+    ) -> None:
+        """`on_lost`, if given, is called when none is left, instead of a restart of the last."""
+        self._on_lost = on_lost
+        self._supervisors: list[DraftSupervisor] = []
+        try:
+            for config in configs:
+                self._supervisors.append(
+                    DraftSupervisor(config, None if on_lost is None else self._others_serve)
+                )
+        except OSError:
+            self.stop()
+            raise
+
+    def __str__(self) -> str:
+        count = len(self._supervisors)
+        return "the draft server" if count == 1 else f"{count} draft servers"
+
+    def _others_serve(self) -> bool:
+        assert self._on_lost is not None
+        if any(supervisor.ready for supervisor in self._supervisors):
+            return True
+        self._on_lost()
+        return False
+
+    def wait_ready(self, timeout_s: float, progress: Callable[[float], None]) -> None:
+        """Wait until all of them answer; see `DraftSupervisor.wait_ready`."""
+        deadline = time.monotonic() + timeout_s
+        for supervisor in self._supervisors:
+            supervisor.wait_ready(max(0.1, deadline - time.monotonic()), progress)
+
+    def watch(self) -> None:
+        """Restart whichever dies, from threads of our own."""
+        for supervisor in self._supervisors:
+            supervisor.watch()
+
+    def stop(self) -> None:
+        """End all processes for good, at the same time. Idempotent."""
+        threads = [threading.Thread(target=s.stop) for s in self._supervisors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
 class TargetProcess(Child):
     """SGLang's HTTP server with the SSD algorithm. `folder` is for its temporary files."""
 
@@ -214,28 +279,33 @@ class TargetProcess(Child):
 
 
 def watch_remote(
-    endpoint: str, keys: str | None, start_s: float, on_lost: Callable[[], None]
+    endpoints: Sequence[str], keys: str | None, start_s: float, on_lost: Callable[[], None]
 ) -> None:
-    """Call `on_lost` when `endpoint` is silent for `start_s` seconds, later for `SILENCE_S`.
+    """Call `on_lost` when all `endpoints` are silent for `start_s` seconds, later for `SILENCE_S`.
 
-    For a draft server that is required and was not started here; from a thread of our own.
+    For draft servers that are required and were not started here; from a thread of our own.
     """
     name = f"launcher-{uuid.uuid4().hex}".encode()
     client_keys = load_client_keys(keys) if keys is not None else None
 
     def watch() -> None:
-        client = ZmqClient(endpoint, name, client_keys)
+        clients = [ZmqClient(endpoint, name, client_keys) for endpoint in endpoints]
         ping = protocol.encode(protocol.Ping(nonce=0))
         limit, heard = start_s, time.monotonic()
         while (silent := time.monotonic() - heard) < limit:
-            client.send(ping)
-            if client.recv(1.0) is not None:
+            for client in clients:
+                client.send(ping)
+            wait_for_any(clients, 1.0)
+            if any([client.recv(0.0) for client in clients]):
                 limit, heard = SILENCE_S, time.monotonic()
                 time.sleep(1.0)
         logger.error(
-            "no draft server on %s for %.0f s; stopping (--ssd-draft-required)", endpoint, silent
+            "no draft server on %s for %.0f s; stopping (--ssd-draft-required)",
+            ", ".join(endpoints),
+            silent,
         )
-        client.close()
+        for client in clients:
+            client.close()
         on_lost()
 
     threading.Thread(target=watch, name="draft-watch", daemon=True).start()

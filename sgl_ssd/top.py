@@ -42,6 +42,8 @@ def render(frame: Frame, speeds: Iterable[float] = (), width: int = 100) -> Rend
     if frame.round_ms is not None:
         rows += [Text(), *_round(frame, width - 4)]
     rows += [Text(), _shares(frame)]
+    if len(frame.draft_servers) > 1:
+        rows += [Text(), _draft_servers(frame)]
     if frame.requests:
         rows += [Text(), _requests(frame)]
     rows.append(Text())
@@ -141,6 +143,23 @@ def _shares(frame: Frame) -> Table:
     for name, value in rows:
         if value:
             table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+def _draft_servers(frame: Frame) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    table.add_column("draft server")
+    for name in ("", "sessions", "round trip", "ping"):
+        table.add_column(name, justify="right")
+    for i, server in enumerate(frame.draft_servers):
+        up = server["draft"] == "up"
+        table.add_row(
+            Text(f"{i} {server['endpoint']}", overflow="ellipsis", no_wrap=True),
+            Text(server["draft"], style="green" if up else "bold red"),
+            str(server["open_sessions"]),
+            Text(*_ms(server["round_trip_ms"] or None)),
+            f"{server['ping_ms']:.2f} ms" if server["ping_ms"] else "–",
+        )
     return table
 
 

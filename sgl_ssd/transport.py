@@ -19,6 +19,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 from urllib.parse import urlparse
 
@@ -135,6 +136,15 @@ def temporary_files_in(folder: str | None) -> dict[str, str]:
     }
 
 
+def wait_for_any(channels: Sequence[ClientChannel], timeout_s: float) -> None:
+    """Return once a message has come on one of several `ZmqClient`s, or after `timeout_s`."""
+    poller = zmq.Poller()
+    for channel in channels:
+        if isinstance(channel, ZmqClient):
+            channel.register(poller)
+    poller.poll(_milliseconds(timeout_s))
+
+
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HWM)
@@ -212,6 +222,10 @@ class ZmqClient:
         with contextlib.suppress(zmq.Again):
             return self._socket.recv_multipart(zmq.NOBLOCK)
         return None
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Let `poller` wait for our messages."""
+        poller.register(self._socket, zmq.POLLIN)
 
     def close(self) -> None:
         if not self._socket.closed:

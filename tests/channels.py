@@ -10,7 +10,7 @@ import enum
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import orjson
@@ -128,6 +128,13 @@ class MemoryClient:
         self.closed = False
         self.closings = 0
 
+    @property
+    def clock(self) -> Clock:
+        return self._server.clock
+
+    def let_server_work(self) -> None:
+        self._server.take_turn()
+
     def send(self, frames: list[bytes]) -> bool:
         if self.closed or len(self._server.inbox) >= self._capacity:
             return False
@@ -149,6 +156,15 @@ class MemoryClient:
     def close(self) -> None:
         self.closings += 1
         self.closed = True
+
+
+def wait_for_any(clients: Sequence[MemoryClient], timeout_s: float) -> None:
+    """Move the clock on until a message has arrived for one of `clients`."""
+    clock = clients[0].clock
+    for client in clients:
+        client.let_server_work()
+    until = min(clock() + timeout_s, *(client.inbox.next_arrival for client in clients))
+    clock.sleep(until - clock())
 
 
 class Fault(enum.Enum):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+import os
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ def pair(*argv: str) -> LaunchPlan:
 
 
 def draft(*argv: str) -> DraftServerConfig:
-    config = pair(*argv).draft
-    assert config is not None
+    (config,) = pair(*argv).drafts
     return config
 
 
@@ -47,9 +47,9 @@ def refusal(*argv: str) -> str:
 def test_without_arguments_the_bundled_pair_is_served() -> None:
     p = plan()
     assert (p.target_path, p.draft_path) == (str(TARGET_PATH), str(DRAFT_PATH))
-    assert p.draft is not None and p.draft.model_path == str(DRAFT_PATH)
+    assert [d.model_path for d in p.drafts] == [str(DRAFT_PATH)]
     assert p.sglang_argv == ["--model-path", str(TARGET_PATH), *OURS]
-    assert p.verifier.endpoint == p.draft.endpoint == PRIVATE
+    assert p.verifier.endpoints == [PRIVATE] == [d.endpoint for d in p.drafts]
     assert p.verifier.drafting and not p.verifier.draft_required
 
 
@@ -68,7 +68,7 @@ def test_without_arguments_the_bundled_pair_is_served() -> None:
 def test_every_way_to_name_the_models(argv: list[str]) -> None:
     p = plan(*argv)
     assert (p.target_path, p.draft_path) == ("T", "D")
-    assert p.draft is not None and p.draft.model_path == "D"
+    assert [d.model_path for d in p.drafts] == ["D"]
     assert p.sglang_argv == ["--model-path", "T", *OURS]
 
 
@@ -84,8 +84,8 @@ def test_a_draft_without_a_target_is_refused() -> None:
 
 def test_a_draft_server_that_runs_elsewhere() -> None:
     p = plan("--model-path", "T", "--ssd-draft-endpoint", "tcp://127.0.0.1:7000")
-    assert p.draft is None and p.draft_path is None
-    assert p.verifier.endpoint == "tcp://127.0.0.1:7000"
+    assert not p.drafts and p.draft_path is None
+    assert p.verifier.endpoints == ["tcp://127.0.0.1:7000"]
     message = refusal("--model-path", "T", "--ssd-draft-endpoint", "tcp://10.0.0.1:7000")
     assert "tcp://10.0.0.1:7000" in message
 
@@ -123,13 +123,14 @@ def test_our_flags_do_not_reach_sglang() -> None:
         "--ssd-draft-max-total-tokens", "99", "--ssd-draft-context-length", "77",
         "--ssd-draft-http-port", "8099", "--ssd-verification", "rejection",
         "--ssd-saguaro-c", "0.5", "--ssd-proposal-top-m", "32", "--ssd-trace", "T.json",
-        "--ssd-mode", "ssd", "--ssd-push", "off",
+        "--ssd-mode", "ssd", "--ssd-push", "off", "--ssd-draft-replicas", "2",
+        "--ssd-draft-tp-size", "1",
     ]  # fmt: skip
     parser = argparse.ArgumentParser(add_help=False)
     add_ssd_args(parser)
     flags = {f for a in parser._actions for f in a.option_strings if f.startswith("--ssd-")}
     given = {a.split("=")[0] for a in argv if a.startswith("--")}
-    elsewhere = {"--ssd-draft-endpoint", "--ssd-draft-keys"}
+    elsewhere = {"--ssd-draft-endpoint", "--ssd-draft-keys", "--ssd-draft-gpu-ids"}
     assert given == flags - elsewhere, "this test gives every other flag"
     assert pair(*argv).sglang_argv == ["--model-path", "T", *OURS]
 
@@ -138,7 +139,7 @@ def test_settings_that_follow_the_load() -> None:
     plan = pair("--ssd-fan-out", "auto")
     assert plan.verifier.fan_out_auto and not plan.verifier.steps_auto
     assert plan.verifier.fan_out == [4] * 5
-    assert plan.draft is not None and plan.draft.fan_out == [AUTO_MAX_FAN_OUT] * 5
+    assert plan.drafts[0].fan_out == [AUTO_MAX_FAN_OUT] * 5
     plan = pair("--speculative-num-steps", "auto", "--ssd-fan-out", "2")
     assert plan.verifier.steps_auto and not plan.verifier.fan_out_auto
     assert plan.verifier.fan_out == [2] * (AUTO_NUM_STEPS + 1)
@@ -151,8 +152,8 @@ def test_settings_that_follow_the_load() -> None:
 def test_synchronous_mode_predicts_nothing_and_drafts_after_each_outcome() -> None:
     plan = pair("--ssd-mode", "sync", "--speculative-num-steps", "3")
     assert (plan.verifier.fan_out, plan.verifier.backup) == ([0] * 4, "jit")
-    assert plan.draft is not None
-    assert (plan.draft.fan_out, plan.draft.backup) == ([0] * 4, "jit")
+    (draft,) = plan.drafts
+    assert (draft.fan_out, draft.backup) == ([0] * 4, "jit")
     same = pair("--ssd-mode", "sync", "--ssd-fan-out", "0", "--ssd-backup", "jit")
     assert same.verifier == pair("--ssd-mode", "sync").verifier
 
@@ -176,8 +177,8 @@ def test_keys_are_for_a_draft_server_elsewhere(tmp_path: Path) -> None:
     make_keys(tmp_path, ["one"])
     keys, far = str(tmp_path / "one"), "tcp://10.0.0.1:5600"
     plan = parse(["--ssd-draft-endpoint", far, "--ssd-draft-keys", keys], PRIVATE)
-    assert plan.draft is None and "--ssd-draft-keys" not in plan.sglang_argv
-    assert plan.verifier.endpoint == far and plan.verifier.draft_keys == keys
+    assert not plan.drafts and "--ssd-draft-keys" not in plan.sglang_argv
+    assert plan.verifier.endpoints == [far] and plan.verifier.draft_keys == keys
     for argv in (
         ["--ssd-draft-keys", keys],
         ["--ssd-draft-endpoint", far],
@@ -225,7 +226,7 @@ def test_everything_reaches_the_draft_server() -> None:
         mem_fraction_static=0.3, max_total_tokens=99, context_length=77, max_sessions=9,
         trust_remote_code=True, log_level="debug", http_port=8099,
     )  # fmt: skip
-    same = {"endpoint", "model_path", "prefill_chunk", "lease_s", "keys"}
+    same = {"endpoint", "model_path", "prefill_chunk", "lease_s", "keys", "name"}
     default = draft()
     for f in fields(config):
         assert f.name in same or getattr(config, f.name) != getattr(default, f.name), f.name
@@ -255,6 +256,72 @@ def test_everything_reaches_the_verifier() -> None:
 )  # fmt: skip
 def test_the_draft_sits_behind_the_gpus_of_the_target(argv: list[str], gpu: int) -> None:
     assert draft(*argv).base_gpu_id == gpu
+
+
+def test_several_draft_servers_share_all_but_place_and_name() -> None:
+    p = pair("--ssd-draft-replicas=3", "--dp-size=2", "--ssd-draft-http-port", "8099")
+    assert [d.name for d in p.drafts] == ["0", "1", "2"]
+    assert [d.base_gpu_id for d in p.drafts] == [2, 3, 4]
+    assert [d.http_port for d in p.drafts] == [8099, 8100, 8101]
+    assert p.verifier.endpoints == [d.endpoint for d in p.drafts]
+    assert len(set(p.verifier.endpoints)) == 3
+    assert {os.path.dirname(e) for e in p.verifier.endpoints} == {os.path.dirname(PRIVATE)}
+    first = replace(p.drafts[0], name=None)
+    assert first == draft("--dp-size=2", "--ssd-draft-http-port", "8099")
+    for other in p.drafts[1:]:
+        changes = {n: getattr(first, n) for n in ("name", "base_gpu_id", "http_port", "endpoint")}
+        assert replace(other, **changes) == first
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus"),
+    [
+        (["--ssd-draft-gpu-ids", "4,7,5"], [4, 7, 5]),
+        (["--ssd-draft-base-gpu-id=4"], [4, 5, 6]),
+    ],
+)
+def test_the_gpu_of_each_draft_server(argv: list[str], gpus: list[int]) -> None:
+    drafts = pair("--ssd-draft-replicas", "3", *argv).drafts
+    assert [d.base_gpu_id for d in drafts] == gpus
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--ssd-draft-endpoint", "ipc:///a,tcp://127.0.0.1:7000"],
+        ["--ssd-draft-endpoint", "ipc:///a", "tcp://127.0.0.1:7000"],
+        ["--ssd-draft-endpoint", "ipc:///a, ", "tcp://127.0.0.1:7000,"],
+    ],
+)
+def test_several_draft_servers_that_run_elsewhere(argv: list[str]) -> None:
+    p = plan("--model-path", "T", *argv, "--trust-remote-code")
+    assert p.verifier.endpoints == ["ipc:///a", "tcp://127.0.0.1:7000"]
+    assert not p.drafts and "--trust-remote-code" in p.sglang_argv
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--ssd-draft-replicas", "0"], ["--ssd-draft-replicas 0", "at least 1"]),
+        (["--ssd-draft-replicas=2", "--ssd-draft-endpoint=ipc:///a"], ["leave one of the two"]),
+        (["--ssd-draft-gpu-ids=2", "--ssd-draft-endpoint=ipc:///a"], ["leave one of the two"]),
+        (["--ssd-draft-endpoint", "ipc:///a", "ipc:///a"], ["ipc:///a", "named twice"]),
+        (["--ssd-draft-endpoint", ","], ["--ssd-draft-endpoint", "at least one"]),
+        (["--ssd-draft-endpoint", "ipc:///a,a"], ["'a'", "tcp://HOST:PORT"]),
+        (["--ssd-draft-replicas=2", "--ssd-draft-gpu-ids=4"], ["ids 4", "--ssd-draft-replicas 2"]),
+        (["--ssd-draft-gpu-ids=4,5"], ["ids 4,5", "--ssd-draft-replicas 1"]),
+        (["--ssd-draft-replicas=2", "--ssd-draft-gpu-ids=4,4"], ["ids 4,4", "different"]),
+        (["--ssd-draft-gpu-ids=x"], ["--ssd-draft-gpu-ids 'x'", "separated by commas"]),
+        (["--ssd-draft-gpu-ids=-1"], ["-1", "at least 0"]),
+        (["--ssd-draft-gpu-ids=4", "--ssd-draft-base-gpu-id=3"], ["leave --ssd-draft-base-gpu-id"]),
+        (["--ssd-draft-tp-size", "2"], ["--ssd-draft-tp-size 2", "--ssd-draft-replicas"]),
+        (["--ssd-draft-replicas=2", "--ssd-draft-http-port=65535"], ["65536", "1..65535"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_draft_servers_that_cannot_be(argv: list[str], parts: list[str]) -> None:
+    message = refusal(*PAIR, *argv)
+    assert "\n" not in message and all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(
@@ -343,12 +410,20 @@ def test_keywords_say_the_same_as_flags() -> None:
         "--base-gpu-id", "1", "--dtype", "float16", "--max-running-requests", "9",
         "--mem-fraction-static", "0.7",
     )  # fmt: skip
-    assert (plan.draft, plan.verifier) == (by_flags.draft, by_flags.verifier)
+    assert (plan.drafts, plan.verifier) == (by_flags.drafts, by_flags.verifier)
     assert rest == {
         "model_path": "T", "tp_size": 2, "base_gpu_id": 1, "dtype": "float16",
         "max_running_requests": 9, "mem_fraction_static": 0.7, "speculative_algorithm": "SSD",
         "speculative_num_steps": 3,
     }  # fmt: skip
+
+
+def test_several_draft_servers_by_keyword() -> None:
+    plan, _ = from_keywords({"ssd_draft_replicas": 2, "ssd_draft_gpu_ids": [3, 1]}, PRIVATE)
+    assert [d.base_gpu_id for d in plan.drafts] == [3, 1]
+    for endpoints in ("ipc:///a,ipc:///b", ["ipc:///a", "ipc:///b"]):
+        plan, _ = from_keywords({"ssd_draft_endpoint": endpoints}, PRIVATE)
+        assert plan.verifier.endpoints == ["ipc:///a", "ipc:///b"] and not plan.drafts
 
 
 def test_an_engine_without_keywords_takes_the_bundled_pair() -> None:

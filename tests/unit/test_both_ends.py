@@ -27,7 +27,8 @@ from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.draft_server.server import DraftServer
 from sgl_ssd.protocol import Status
-from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
+from sgl_ssd.scheduler.draft_client import make_hello
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
 from sgl_ssd.scheduler.stats import SSDStats
 
@@ -129,9 +130,9 @@ class BothEnds:
         schedule = random_schedule(seed, 0.15, faults)
         self.channel = FaultyChannel(self.wire.connect(b"me"), schedule, self.clock, seed=seed)
         self.stats = SSDStats(K)
-        config = VerifierConfig(endpoint="ipc:///tmp/unused/draft", num_steps=K)
+        config = VerifierConfig(endpoints=["ipc:///tmp/unused/draft"], num_steps=K)
         hello = make_hello(K, 1 << 20, VOCAB, "h", 8)
-        self.client = DraftClient(config, hello, self.stats, self.channel, self.clock)
+        self.client = DraftFleet(config, hello, self.stats, [self.channel], self.clock)
 
     def restart(self) -> None:
         self.name += 1

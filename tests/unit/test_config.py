@@ -20,7 +20,7 @@ def draft_config(**changes: Any) -> DraftServerConfig:
 
 
 def verifier_config(**changes: Any) -> VerifierConfig:
-    return VerifierConfig(**{"endpoint": ENDPOINT, **changes})
+    return VerifierConfig(**{"endpoints": [ENDPOINT], **changes})
 
 
 def test_defaults_are_valid_and_fit_together() -> None:
@@ -44,8 +44,10 @@ COMMON = [
     ({"fan_out": [4] * 4}, "--ssd-fan-out", "needs 5"),
     ({"fan_out": [4, 4, 4, 4, -1]}, "--ssd-fan-out 4,4,4,4,-1", "0..64"),
     ({"fan_out": [65] * 5}, "--ssd-fan-out 65,65,65,65,65", "0..64"),
-    ({"endpoint": "tcp://0.0.0.0:1"}, "'tcp://0.0.0.0:1'", "sgl_ssd.keys"),
-    ({"endpoint": "nonsense"}, "'nonsense'", "tcp://HOST:PORT"),
+]
+ENDPOINTS = [
+    ("tcp://0.0.0.0:1", "'tcp://0.0.0.0:1'", "sgl_ssd.keys"),
+    ("nonsense", "'nonsense'", "tcp://HOST:PORT"),
 ]
 
 
@@ -59,6 +61,19 @@ def assert_refused(make: Any, changes: dict, flag_and_value: str, remedy: str) -
 @pytest.mark.parametrize(("changes", "flag_and_value", "remedy"), COMMON, ids=str)
 def test_both_sides_refuse(make: Any, changes: dict, flag_and_value: str, remedy: str) -> None:
     assert_refused(make, changes, flag_and_value, remedy)
+
+
+@pytest.mark.parametrize(("endpoint", "value", "remedy"), ENDPOINTS)
+def test_both_sides_refuse_what_is_no_endpoint(endpoint: str, value: str, remedy: str) -> None:
+    assert_refused(draft_config, {"endpoint": endpoint}, value, remedy)
+    assert_refused(verifier_config, {"endpoints": [ENDPOINT, endpoint]}, value, remedy)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "remedy"), [([], "at least one"), ([ENDPOINT, ENDPOINT], "named twice")]
+)
+def test_a_verifier_needs_draft_servers_and_each_once(endpoints: list[str], remedy: str) -> None:
+    assert_refused(verifier_config, {"endpoints": endpoints}, "--ssd-draft-endpoint", remedy)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +151,9 @@ def test_settings_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -> None
         saguaro_c=0.5, proposal_top_m=9, fan_out_auto=True, steps_auto=True,
         trace_file="/T", push=False,
     )  # fmt: skip
-    defaults = VerifierConfig(endpoint=ENDPOINT)
+    defaults = VerifierConfig(endpoints=[ENDPOINT])
     for f in dataclasses.fields(VerifierConfig):
-        if f.name != "endpoint":
+        if f.name != "endpoints":
             assert getattr(everything, f.name) != getattr(defaults, f.name), f.name
     for config in (everything, defaults):
         config.to_environment()

@@ -52,6 +52,15 @@ def test_a_busy_port_names_its_flag(flag: str, host: str, capsys: pytest.Capture
     assert f"{flag} {port}" in line and "in use" in line
 
 
+def test_the_port_of_a_further_draft_server_may_be_busy(capsys: pytest.CaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = ["--port", str(_free()), "--ssd-draft-http-port", str(port - 1)]
+        assert launch(*argv, "--ssd-draft-replicas", "2") == 1
+    line = said(capsys)
+    assert f"--ssd-draft-http-port {port}" in line or f"--ssd-draft-http-port {port - 1}" in line
+
+
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "70000"])
 def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture) -> None:
     assert launch("--port", port) == 1

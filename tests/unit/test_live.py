@@ -94,6 +94,16 @@ def test_a_history_compares_over_a_window_that_moves() -> None:
     assert len(history._looks) <= 64
 
 
+def test_one_of_several_draft_servers_is_down(frame: Frame) -> None:
+    servers = [{"endpoint": f"ipc:///d{i}", "draft": d} for i, d in enumerate(("up", "down"))]
+    assert said(frame, draft_servers=servers) == (
+        "draft server 1 (ipc:///d1) is down: the others do its work"
+    )
+    all_down = said(frame, draft="down", draft_servers=servers)
+    assert all_down == "the draft server is down: serving goes on without drafts"
+    assert compare(look(1), look(2, draft_servers=servers)).draft_servers == servers
+
+
 def test_a_good_frame_has_no_alerts(frame: Frame) -> None:
     assert frame.alerts == []
 

@@ -102,6 +102,31 @@ def test_json_and_what_if(tmp_path, capsys):
     assert speed("--uniform") <= base * 1.001
 
 
+def test_the_network_is_measured_and_what_if_adds_to_it(tmp_path, capsys):
+    def far(ping_ms: float, endpoint: str) -> dict:
+        return {"endpoint": endpoint, "ping_ms": ping_ms, "draft": "up", "home": True,
+                "open_sessions": 0, "timeouts": 0}  # fmt: skip
+
+    servers = [far(0.4, "tcp://10.0.0.1:1"), far(0.7, "tcp://10.0.0.2:1"), far(9.0, "ipc:///a")]
+    info = {"internal_states": [{"ssd": SERVER | {"push": "on", "draft_servers": servers}}]}
+    m = measurements.read(info)
+    assert m.push and m.wire_ms == 0.7 and m.longer_ms == 0.0
+    assert not measurements.read({"internal_states": [{"ssd": SERVER}]}).wire_ms
+    path = tmp_path / "info.json"
+    path.write_text(json.dumps(info))
+    assert plan.main([str(path), "--batch", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Network round trip to the draft server: 0.70 ms measured; hits" in printed
+    assert plan.main([str(path), "--batch", "1", "--wire-ms", "2"]) == 0
+    assert "0.70 ms measured, 2.70 ms assumed; hits" in capsys.readouterr().out
+    assert plan.main([str(path), "--batch", "1", "--wire-ms", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["wire_ms"] == pytest.approx(2.7)
+    info["internal_states"][0]["ssd"]["draft_servers"] = servers[2:]
+    path.write_text(json.dumps(info))
+    assert plan.main([str(path), "--batch", "1"]) == 0
+    assert "Network" not in capsys.readouterr().out
+
+
 def test_says_where_drafting_does_not_pay(tmp_path, capsys):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({**NUMBERS, "acceptance": 0.01}))

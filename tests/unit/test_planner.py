@@ -148,7 +148,7 @@ def simulate(m: Measurements, setting: Setting, where: Deployment, rounds: int, 
     rng = random.Random(seed)
     batch, steps, fan_out = where.batch, setting.num_steps, setting.fan_out
     verify = m.verify(batch * (where.width or steps + 1))
-    period = verify + m.answer_ms
+    period = verify + m.answer_ms + (0.0 if m.push else m.longer_ms)
     in_time = period / m.step(batch * (1 + sum(fan_out)))
 
     def length_of(limit: float) -> int:
@@ -158,7 +158,12 @@ def simulate(m: Measurements, setting: Setting, where: Deployment, rounds: int, 
     chains = [[m.accepts(i) for i in range(steps)] for _ in range(batch)]
     clock = tokens = hits = 0.0
     for _ in range(rounds):
-        waits = 0
+        waits, ahead = 0, 0
+        # All rows are built together, and sent when they are complete.
+        complete = (
+            length_of((period - m.wire_ms - m.longer_ms) / m.step(batch * (1 + sum(fan_out))))
+            > steps
+        )
         for i, chain in enumerate(chains):
             k = 0
             while k < len(chain) and rng.random() < chain[k]:
@@ -173,6 +178,7 @@ def simulate(m: Measurements, setting: Setting, where: Deployment, rounds: int, 
                 rank = (m.miss.c / max(1e-12, rng.random())) ** (1 / m.miss.r)
                 found = guesses - (k == len(chain)) >= max(1.0, rank)
             hits += found
+            ahead += found and complete
             if found:
                 chains[i] = [m.accepts(j) for j in range(length_of(min(steps, limit)))]
             elif setting.backup == "jit":
@@ -181,6 +187,7 @@ def simulate(m: Measurements, setting: Setting, where: Deployment, rounds: int, 
             else:
                 chains[i] = list(m.fast[:steps]) if setting.backup == "fast" else []
         clock += period + (steps * (m.jit or m.step)(waits) if waits else 0.0)
+        clock += m.longer_ms if m.push and ahead < batch else 0.0
     return 1e3 * tokens / clock, hits / (rounds * batch), tokens / (rounds * batch)
 
 
@@ -193,6 +200,11 @@ def simulate(m: Measurements, setting: Setting, where: Deployment, rounds: int, 
         (8, Setting(4, (1,) * 5, "fast"), {"fast": (0.4, 0.4)}),
         (4, Setting(4, (0, 0, 0, 0, 0), "jit"), {}),  # never a hit
         (16, Setting(3, (2, 1, 1, 2), "jit"), {"acceptance": (0.5,)}),
+        (1, Setting(4, (3, 2, 2, 1, 3), "jit"), {"push": True, "longer_ms": 6.0}),
+        (4, Setting(4, (3, 2, 2, 1, 3), "none"), {"push": True, "longer_ms": 6.0}),
+        (1, Setting(4, (3,) * 5, "none"), {"push": True, "longer_ms": 9.0, "wire_ms": 2.0}),
+        (1, Setting(8, (3,) * 9, "none"), {"push": True, "longer_ms": 15.0}),  # never in time
+        (1, Setting(4, (3,) * 5, "none"), {"longer_ms": 6.0}),
     ],
 )
 def test_predictions_agree_with_simulated_rounds(batch, setting, change):
@@ -258,6 +270,15 @@ def test_what_if():
     assert planner.best(quick, Deployment(1)).tokens_per_s == pytest.approx(base, rel=0.01)
     far = SPEED.what_if(wire_ms=20)
     assert planner.best(far, Deployment(1)).tokens_per_s < 0.7 * base
+    # What is sent ahead does not wait for the wire, as long as there is time to send it.
+    setting, pushing = Setting(4, (4,) * 5, "none"), replace(SPEED, push=True)
+    near, asked, sent = (
+        planner.predict(m, setting, Deployment(1)).round_ms
+        for m in (SPEED, SPEED.what_if(wire_ms=4), pushing.what_if(wire_ms=4))
+    )
+    assert near < sent < asked == near + 4
+    slow = pushing.what_if(wire_ms=30)
+    assert planner.predict(slow, setting, Deployment(1)).round_ms == pytest.approx(near + 30)
     crowd = replace(SPEED, step=Curve([(1, 2.0), (256, 9.0)]))
     one, two = (planner.best(crowd, Deployment(16, draft_gpus=g)).tokens_per_s for g in (1, 2))
     assert two > one

@@ -101,6 +101,28 @@ def test_a_file_has_both_processes_on_the_verifiers_clock(tmp_path: Path) -> Non
     assert events["answer"]["dur"] == pytest.approx(300, abs=1)
 
 
+def test_each_of_several_draft_servers_has_a_clock_and_a_process_of_its_own(
+    tmp_path: Path,
+) -> None:
+    file = TraceFile(str(tmp_path / "t.json"), draft_servers=2)
+    shifts = (5000.0, -50.0)
+    pairs = [exchange(7 + i, 100.001, 0.0002, 0.0004, 0.001, shift=s) for i, s in enumerate(shifts)]
+    file.add([asked for asked, _ in pairs])
+    for i, (_, answered) in enumerate(pairs):
+        step = (SpanKind.BUILD_STEP, 100.002 + shifts[i], 100.004 + shifts[i], 0, i)
+        file.add([answered, step], i)
+    file.close()
+    file._thread.join(10)
+    events = json.loads((tmp_path / "t.json").read_text())
+    steps = [e for e in events if e["name"] == "build step"]
+    assert [(e["pid"], e["args"]["rows"]) for e in steps] == [(DRAFT, 0), (DRAFT + 1, 1)]
+    assert [e["ts"] for e in steps] == pytest.approx([1000, 1000], abs=300)
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {VERIFIER: "verifier", DRAFT: "draft server", DRAFT + 1: "draft server 1"}
+    tracks = {e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == DRAFT + 1}
+    assert tracks == {tid for pid, tid in TRACKS if pid == DRAFT}
+
+
 def test_tracks_and_processes_are_named(tmp_path: Path) -> None:
     written(path := tmp_path / "t.json")
     named = {

@@ -7,7 +7,7 @@ from typing import Any
 from live_looks import server_info
 from sgl_ssd.live import Look, compare
 from sgl_ssd.protocol import Status
-from sgl_ssd.replicas import merged
+from sgl_ssd.replicas import merged, merged_draft_stats
 from sgl_ssd.scheduler.stats import SSDStats
 
 
@@ -46,6 +46,36 @@ def test_the_draft_servers_numbers_are_not_added_up() -> None:
     states = [stats(1) | {"draft_stats": {"rounds": n, "step_ms": n}} for n in (5, 8, 6)]
     assert merged(states)["draft_stats"] == {"rounds": 8, "step_ms": 8}
     assert merged([stats(1) | {"draft_stats": {}}] * 2)["draft_stats"] == {}
+
+
+def test_the_numbers_of_several_draft_servers_are_those_of_one() -> None:
+    one = {
+        "rounds": 10, "build_steps": 30, "build_step_ms": 2.0, "step_ms": 2.0, "kv_total": 100,
+        "jits": 0, "jit_ms": 0.0, "peers": 2, "sessions": 3, "rows": 10, "missed_of_1": 0.5,
+    }  # fmt: skip
+    two = one | {"rounds": 5, "build_steps": 10, "build_step_ms": 6.0, "sessions": 1, "peers": 1}
+    two |= {"rows": 30, "missed_of_1": 0.1, "missed_of_2": 0.05}
+    whole = merged_draft_stats([one, two])
+    assert (whole["rounds"], whole["build_steps"], whole["sessions"]) == (15, 40, 4)
+    assert whole["kv_total"] == 200 and whole["peers"] == 2
+    assert whole["build_step_ms"] == 3.0, "the time of all steps over their number"
+    assert whole["missed_of_1"] == 0.2 and whole["missed_of_2"] == 0.05
+    assert whole["jit_ms"] == 0.0
+    assert merged_draft_stats([one]) == one and merged_draft_stats([]) == {}
+
+
+def test_draft_servers_are_listed_once_with_the_sessions_of_all_replicas() -> None:
+    def seen(endpoint: str, sessions: int, draft: str, home: bool) -> dict[str, Any]:
+        return {"endpoint": endpoint, "open_sessions": sessions, "draft": draft, "home": home,
+                "timeouts": 1, "ping_ms": 0.5}  # fmt: skip
+
+    first = [seen("a", 3, "up", True), seen("b", 0, "up", False)]
+    second = [seen("a", 0, "down", False), seen("b", 4, "up", True), seen("c", 1, "up", True)]
+    states = [stats(1) | {"draft_servers": servers} for servers in (first, second)]
+    a, b, c = merged(states)["draft_servers"]
+    assert (a["open_sessions"], a["draft"], a["home"], a["timeouts"]) == (3, "down", True, 2)
+    assert (b["open_sessions"], b["draft"], b["home"]) == (4, "up", True)
+    assert c == second[2] and first[0]["open_sessions"] == 3
 
 
 def test_a_live_view_shows_all_replicas() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from sgl_ssd import supervisor
 from sgl_ssd.config import DraftServerConfig
 from sgl_ssd.draft_server.args import parse_args
 from sgl_ssd.errors import DraftUnavailableError, StartRefusedError
-from sgl_ssd.supervisor import Child, DraftSupervisor, draft_command
+from sgl_ssd.supervisor import Child, DraftServers, DraftSupervisor, draft_command
 from sgl_ssd.transport import private_ipc_endpoint, remove_private_ipc
 
 SOON = 20.0
@@ -162,7 +163,7 @@ def test_every_setting_reaches_the_draft_server() -> None:
         backup="fast", max_branch_rows=8, device="cpu", base_gpu_id=5, dtype="float16",
         attention_backend="a", mem_fraction_static=0.3, max_total_tokens=99, context_length=77,
         max_sessions=9, prefill_chunk=33, lease_s=7.5, trust_remote_code=True, log_level="debug",
-        http_port=8099, keys="some folder",
+        http_port=8099, keys="some folder", name="3",
     )  # fmt: skip
     default = DraftServerConfig(endpoint="tcp://127.0.0.1:7002", model_path="m")
     for f in fields(config):
@@ -383,6 +384,77 @@ def test_stop_ends_a_server_that_ignores_sigterm(
     assert eventually(lambda: not any(map(running, pids)))
 
 
+# -- several draft servers -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DraftServers]]:
+    """Makes three draft servers, which are stopped at the end."""
+    first = private_ipc_endpoint()
+    configs = [
+        DraftServerConfig(endpoint=f"{first}{i}", model_path="m", name=str(i)) for i in range(3)
+    ]
+    monkeypatch.setattr(
+        supervisor, "draft_command",
+        lambda config: [sys.executable, "-c", textwrap.dedent(SERVER), config.endpoint, "good"],
+    )  # fmt: skip
+    monkeypatch.setattr(supervisor, "BACKOFF_S", (0.02, 0.1, 0.3))
+    made: list[DraftServers] = []
+
+    def make(on_lost: Callable[[], None] | None = None) -> DraftServers:
+        made.append(DraftServers(configs, on_lost))
+        made[-1].wait_ready(SOON, lambda seconds: None)
+        made[-1].watch()
+        return made[-1]
+
+    yield make
+    for servers in made:
+        servers.stop()
+    remove_private_ipc(first)
+
+
+def test_several_start_and_end_together(three: Callable[..., DraftServers]) -> None:
+    servers = three()
+    pids = [s.pid for s in servers._supervisors]
+    assert str(servers) == "3 draft servers" and len(set(pids)) == 3
+    assert all(map(running, pids)) and all(s.ready for s in servers._supervisors)
+    servers.stop()
+    servers.stop()
+    assert eventually(lambda: not any(map(running, pids)))
+
+
+def test_one_of_several_is_restarted_alone(
+    three: Callable[..., DraftServers], caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = three()
+    pids = [s.pid for s in servers._supervisors]
+    os.kill(pids[1], signal.SIGKILL)
+    assert eventually(lambda: servers._supervisors[1].pid != pids[1])
+    assert [s.pid for s in servers._supervisors][::2] == pids[::2]
+    assert "draft server 1 ended with exit code -9; restarting" in caplog.text
+
+
+def test_required_ones_are_lost_when_none_is_left(
+    three: Callable[..., DraftServers], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    lost = threading.Event()
+    servers = three(lost.set)
+    all_of_them = servers._supervisors
+    first = all_of_them[0].pid
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: all_of_them[0].pid != first and all_of_them[0].ready), "restarted"
+    assert not lost.is_set()
+    # Restarts take a while now: one that is still starting does not count.
+    monkeypatch.setattr(supervisor, "draft_command", lambda config: python(SLEEP))
+    for one in all_of_them[:2]:
+        os.kill(one.pid, signal.SIGKILL)
+    assert eventually(lambda: sum(s.ready for s in all_of_them) == 1)
+    assert not lost.wait(1.0)
+    os.kill(all_of_them[2].pid, signal.SIGKILL)
+    assert lost.wait(SOON)
+    assert "draft server 2 ended with exit code -9; stopping (--ssd-draft-required)" in caplog.text
+
+
 # -- a required draft server that runs elsewhere ---------------------------------------------------
 
 
@@ -399,18 +471,30 @@ def test_a_remote_draft_server_that_falls_silent_is_noticed(
     monkeypatch.setattr(supervisor, "SILENCE_S", 3.0)
     lost = threading.Event()
     double = DraftDouble(endpoint, lambda tokens, count: [], vocab_size=10)
-    supervisor.watch_remote(endpoint, None, 30.0, lost.set)
+    supervisor.watch_remote([endpoint], None, 30.0, lost.set)
     assert not lost.wait(5.0), "it answers"
     double.stop()
     assert lost.wait(15.0)
     assert "--ssd-draft-required" in caplog.text and endpoint in caplog.text
 
 
+def test_remote_draft_servers_are_lost_when_all_are_silent(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "SILENCE_S", 2.0)
+    lost = threading.Event()
+    double = DraftDouble(endpoint, lambda tokens, count: [], vocab_size=10)
+    supervisor.watch_remote([f"{endpoint}-never", endpoint], None, 30.0, lost.set)
+    assert not lost.wait(4.0), "one answers"
+    double.stop()
+    assert lost.wait(15.0)
+
+
 def test_a_remote_draft_server_that_never_comes_is_waited_for_as_long_as_asked(
     endpoint: str,
 ) -> None:
     lost = threading.Event()
-    supervisor.watch_remote(endpoint, None, 1.5, lost.set)
+    supervisor.watch_remote([endpoint], None, 1.5, lost.set)
     assert not lost.wait(1.0)
     assert lost.wait(10.0)
 

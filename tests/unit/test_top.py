@@ -46,6 +46,19 @@ def test_the_numbers_fit_into_80_columns() -> None:
     assert all(name in line for name in names)
 
 
+def test_several_draft_servers_have_a_line_each() -> None:
+    one = {"endpoint": "tcp://10.0.0.1:7000", "draft": "up", "open_sessions": 3,
+           "round_trip_ms": 0.9, "ping_ms": 0.42}  # fmt: skip
+    two = {"endpoint": "ipc:///d1", "draft": "down", "open_sessions": 0, "round_trip_ms": 0.0,
+           "ping_ms": 0.0}  # fmt: skip
+    text = shown(draft_servers=[one, two])
+    (first,) = [line for line in text.splitlines() if "0 tcp://10.0.0.1:7000" in line]
+    assert "up" in first and "0.9 ms" in first and "0.42 ms" in first
+    (second,) = [line for line in text.splitlines() if "1 ipc:///d1" in line]
+    assert "down" in second and "–" in second
+    assert "draft server" not in shown(draft_servers=[one])
+
+
 def test_alerts_are_shown() -> None:
     text = shown(alerts=["the draft server is down: serving goes on without drafts"])
     assert "! the draft server is down" in text and "no alerts" not in text

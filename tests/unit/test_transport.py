@@ -155,6 +155,24 @@ def test_recv_returns_as_soon_as_a_message_comes(endpoint: str, opened: Callable
     assert not thread.is_alive()
 
 
+def test_waiting_for_one_of_several_ends_with_the_first_message(opened: Callable) -> None:
+    endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    servers = [opened(ZmqServer(endpoint)) for endpoint in endpoints]
+    clients = [opened(ZmqClient(endpoint, b"one")) for endpoint in endpoints]
+    for client, server in zip(clients, servers, strict=True):
+        exchange(client, server)
+    started = time.monotonic()
+    transport.wait_for_any(clients, 0.1)
+    assert time.monotonic() - started + 1e-3 >= 0.1 and clients[1].recv(0.0) is None
+    sender = threading.Timer(0.05, lambda: servers[1].send(b"one", [b"here"]))
+    sender.start()
+    started = time.monotonic()
+    transport.wait_for_any(clients, 30.0)
+    assert time.monotonic() - started < SOON
+    assert clients[0].recv(0.0) is None and clients[1].recv(0.0) == [b"here"]
+    sender.join(SOON)
+
+
 # -- a peer that is gone or does not read ----------------------------------------------------------
 
 

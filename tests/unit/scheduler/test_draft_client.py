@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,150 +22,24 @@ from channels import (
     listed_schedule,
     random_schedule,
 )
+from model_server import HASH, NO_STOP, SAMPLING, VOCAB, K, ModelServer, answer, drafts_after, ready
 from sgl_ssd import protocol
 from sgl_ssd.config import VerifierConfig
-from sgl_ssd.errors import ProtocolError
 from sgl_ssd.fan_out import MAX_FAN_OUT
 from sgl_ssd.protocol import Status
 from sgl_ssd.recorder import Recorder
-from sgl_ssd.scheduler import draft_client
 from sgl_ssd.scheduler.draft_client import (
     BREAKER_REST_S,
     BREAKER_TIMEOUTS,
     DEADLINE_CAP_S,
     DEADLINE_FLOOR_S,
-    HELLO_S,
     MAX_OPENS_PER_ROUND,
-    PING_S,
-    SILENCE_S,
-    DraftClient,
     make_hello,
 )
-from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
+from sgl_ssd.scheduler.draft_link import HELLO_S, PING_S, SILENCE_S
+from sgl_ssd.scheduler.sessions import Session, SessionSampling
 from sgl_ssd.scheduler.stats import SSDStats
-
-K, VOCAB, HASH = 4, 1000, "same"
-SAMPLING = SessionSampling(seed=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.1)
-NO_STOP = StopRule(frozenset(), 1 << 20)
-
-
-def drafts_after(tokens: Sequence[int], count: int = K) -> list[int]:
-    """The model server's drafts: another list for every other sequence."""
-    start = zlib.crc32(np.array(tokens, dtype=np.int32).tobytes())
-    return [(start + 7919 * j) % VOCAB for j in range(count)]
-
-
-class ModelServer:
-    """What a draft server does with each message, without a draft model."""
-
-    def __init__(self, channel: MemoryServer) -> None:
-        self.channel = channel
-        channel.serve = self.turn
-        self.frozen = False
-        self.vocab_hash = HASH
-        self.num_steps = K
-        self.name = 0
-        self.peers: set[bytes] = set()
-        self.sessions: dict[int, tuple[int, list[int]]] = {}
-        self.messages: list[protocol.Message] = []
-        self.malformed = 0
-
-    def restart(self) -> None:
-        """All state and all that is on its way is lost."""
-        self.name += 1
-        self.peers.clear()
-        self.sessions.clear()
-        self.channel.inbox.clear()
-
-    def turn(self) -> None:
-        if self.frozen:
-            return
-        question = None
-        while (received := self.channel.recv(0.0)) is not None:
-            peer, frames = received
-            try:
-                message = protocol.decode(frames)
-            except ProtocolError:
-                self.malformed += 1
-                continue
-            self.messages.append(message)
-            if isinstance(message, protocol.Speculate) and peer in self.peers:
-                self.take_in(message)
-                if question is None or message.round_id > question[1].round_id:
-                    question = peer, message
-            else:
-                self.handle(peer, message)
-        if question is not None:  # only the newest is answered
-            self.send(question[0], self.take_in(question[1]))
-
-    def send(self, peer: bytes, message: protocol.Message) -> None:
-        self.channel.send(peer, protocol.encode(message))
-
-    def handle(self, peer: bytes, message: protocol.Message) -> None:
-        if isinstance(message, protocol.Hello):
-            self.peers.add(peer)
-            self.send(peer, ready(self.vocab_hash, self.num_steps, f"server {self.name}"))
-        elif peer not in self.peers:
-            self.send(peer, protocol.Error(code="hello_first", text="say Hello first"))
-        elif isinstance(message, protocol.Ping):
-            self.send(peer, protocol.Pong(nonce=message.nonce, stats={"peers": 1.0}))
-        elif isinstance(message, protocol.Open):
-            if message.epoch > self.sessions.get(message.sid, (-1, []))[0]:
-                self.sessions[message.sid] = message.epoch, message.prompt.tolist()
-        elif isinstance(message, protocol.Close):
-            if self.sessions.get(message.sid, (1 << 62, []))[0] <= message.epoch:
-                del self.sessions[message.sid]
-        elif isinstance(message, protocol.Flush):
-            self.sessions.clear()
-
-    def take_in(self, message: protocol.Speculate) -> protocol.Speculations:
-        rows, drafts, at = [], [], 0
-        for sid, epoch, base, count in message.rows.tolist():
-            news = message.tokens[at : at + count].tolist()
-            at += count
-            status, have, chain = self.news(sid, epoch, base, news)
-            rows.append((sid, epoch, have, status, len(chain)))
-            drafts.append(chain + [0] * (K - len(chain)))
-        return answer(message.round_id, rows, drafts)
-
-    def news(
-        self, sid: int, epoch: int, base: int, news: list[int]
-    ) -> tuple[Status, int, list[int]]:
-        current, known = self.sessions.get(sid, (-1, []))
-        if current != epoch:
-            return Status.UNKNOWN, 0, []
-        if base > len(known):
-            return Status.NEED, len(known), []
-        overlap = len(known) - base
-        if news[:overlap] != known[base : base + len(news)]:
-            return Status.UNKNOWN, 0, []
-        known.extend(news[overlap:])
-        return Status.HIT, len(known), drafts_after(known)
-
-    def received(self, kind: type) -> list[Any]:
-        """All messages of a type so far, and forget them all."""
-        found = [m for m in self.messages if isinstance(m, kind)]
-        self.messages.clear()
-        return found
-
-
-def ready(vocab_hash: str = HASH, num_steps: int = K, server: str = "server") -> protocol.Ready:
-    return protocol.Ready(
-        server=server, model_path="draft-model", num_steps=num_steps, context_len=1 << 20,
-        vocab_size=VOCAB, vocab_hash=vocab_hash, fan_out=[1] * (num_steps + 1), backup="jit",
-        max_branch_rows=16, device="cpu",
-    )  # fmt: skip
-
-
-def answer(
-    round_id: int, rows: list[tuple], tokens: list[list[int]], steps: int = K
-) -> protocol.Speculations:
-    """`rows` are (sid, epoch, have, status, num)."""
-    return protocol.Speculations(
-        round_id=round_id, num_rows=len(rows), num_steps=steps,
-        rows=np.array(rows, dtype=np.int64).reshape(-1, 5),
-        tokens=np.array(tokens, dtype=np.int32).reshape(-1, steps),
-    )  # fmt: skip
 
 
 class Rig:
@@ -192,12 +65,13 @@ class Rig:
         if schedule is not None:
             channel = self.faulty = FaultyChannel(self.inner, schedule, self.clock)
         config = VerifierConfig(
-            endpoint="ipc:///tmp/unused/draft", num_steps=K, fan_out=[4] * (K + 1),
+            endpoints=["ipc:///tmp/unused/draft"], num_steps=K, fan_out=[4] * (K + 1),
             backup=backup, draft_timeout_ms=timeout_ms,
         )  # fmt: skip
         self.stats = SSDStats(K)
         hello = make_hello(K, 1 << 20, VOCAB, HASH, 8)
-        self.client = DraftClient(config, hello, self.stats, channel, self.clock)
+        self.client = DraftFleet(config, hello, self.stats, [channel], self.clock)
+        (self.link,) = self.client.clients
 
     def connect(self) -> Rig:
         self.client.tick()
@@ -501,7 +375,7 @@ def test_a_close_that_cannot_be_sent_is_sent_later() -> None:
     s = one.open()
     assert one.round(s)
     one.server.frozen = True
-    while one.client._send(protocol.Ping(nonce=0)):
+    while one.link.send(protocol.Ping(nonce=0)):
         pass
     one.client.close_session("r")
     one.server.frozen = False
@@ -683,7 +557,7 @@ def test_a_long_gap_while_nothing_can_be_sent_is_harmless() -> None:
     s = one.open(tokens=[1])
     one.round(s)
     one.server.frozen = True
-    while one.client._send(protocol.Ping(nonce=0)):
+    while one.link.send(protocol.Ping(nonce=0)):
         pass
     s.commit([2] * (protocol.MAX_ROW_TOKENS + 1))
     one.round(s)
@@ -767,7 +641,7 @@ def test_an_acknowledgement_never_goes_back(played: Rig) -> None:
 def test_other_sessions_and_epochs_are_ignored(played: Rig, sid_off: int, epoch: int) -> None:
     played.open("first")
     s = played.open()
-    played.client._open_on_wire(s)
+    played.link.open_on_wire(s)
     assert s.wire_epoch == 1
     played.client.ask([s])
     round_id = played.asked().round_id
@@ -961,7 +835,7 @@ def test_a_flood_of_messages_does_not_hold_the_scheduler(frames: list[bytes]) ->
     one.say(ready())
     one.client.tick()
     s = one.open()
-    one.client._channel = Flood(one.clock, frames)
+    one.link.channel = Flood(one.clock, frames)
     one.client.ask([s])
     begun = one.clock.now
     assert not one.client.collect([s])
@@ -977,7 +851,7 @@ def test_the_breaker_rests_and_recovers(rig: Rig) -> None:
     rounds(rig, s, 30)
     rig.server.frozen = True
     rounds(rig, s, BREAKER_TIMEOUTS)
-    assert rig.client.resting and rig.stats.timeouts == BREAKER_TIMEOUTS
+    assert rig.link.resting and rig.stats.timeouts == BREAKER_TIMEOUTS
     begun = rig.clock.now
     rounds(rig, s, 5)
     assert rig.clock.now == begun, "nobody waits"
@@ -987,7 +861,7 @@ def test_the_breaker_rests_and_recovers(rig: Rig) -> None:
     rig.client.ask([s])
     rig.inner.recv(0) if not len(rig.inner.inbox) else None
     rig.clock.sleep(BREAKER_REST_S + 0.01)
-    assert not rig.client.resting
+    assert not rig.link.resting
     s.commit([7])
     assert rig.round(s) and s.speculation() == drafts_after(s.tokens)
 
@@ -997,7 +871,7 @@ def test_answers_that_are_there_are_taken_while_it_rests(rig: Rig) -> None:
     rounds(rig, s, 30)
     rig.server.frozen = True
     rounds(rig, s, BREAKER_TIMEOUTS)
-    assert rig.client.resting
+    assert rig.link.resting
     rig.server.frozen = False
     s.commit([6])
     assert rig.round(s) and s.speculation(), "the memory server answers at once"
@@ -1011,20 +885,20 @@ def test_late_answers_do_not_trip_the_breaker_while_some_are_in_time(rig: Rig) -
         rounds(rig, s, BREAKER_TIMEOUTS - 1)
         rig.server.frozen = False
         rounds(rig, s, 1)
-    assert not rig.client.resting and s.speculation()
+    assert not rig.link.resting and s.speculation()
 
 
 def test_answers_that_are_always_late_trip_the_breaker(played: Rig) -> None:
     """They come while the target verifies without drafts, before the next question."""
     session = played.open()
     for token in range(BREAKER_TIMEOUTS):
-        assert not played.client.resting
+        assert not played.link.resting
         session.commit([token])
         assert not played.round(session)
         row = (session.sid, 0, session.committed, Status.EMPTY, 0)
         played.say(answer(played.asked().round_id, [row], [[0] * K]))
         played.client.tick()
-    assert played.client.resting and played.stats.late_answers == BREAKER_TIMEOUTS
+    assert played.link.resting and played.stats.late_answers == BREAKER_TIMEOUTS
 
 
 def test_settings_change_at_run_time(rig: Rig) -> None:
@@ -1195,14 +1069,14 @@ def test_the_chaos_really_happens() -> None:
 
 
 def test_constants_make_sense() -> None:
-    assert PING_S < SILENCE_S and DEADLINE_FLOOR_S < DEADLINE_CAP_S < draft_client.SILENCE_S
+    assert PING_S < SILENCE_S and DEADLINE_FLOOR_S < DEADLINE_CAP_S < SILENCE_S
 
 
 # -- metrics and timelines -----------------------------------------------------------------------
 
 
 def test_only_another_server_counts_as_a_restart(rig: Rig) -> None:
-    rig.client._down("a test says so")
+    rig.link._down("a test says so")
     rig.ticks(2.0)
     assert rig.client.up and rig.stats.restarts == 0
     rig.server.restart()
@@ -1237,7 +1111,7 @@ def test_how_far_ahead_the_draft_was(played: Rig) -> None:
 
 def test_a_recording_goes_on_with_a_server_that_came_up_later(rig: Rig) -> None:
     got: list[protocol.Spans] = []
-    rig.client.record(got.append)
+    rig.client.record(lambda spans, server: got.append(spans))
     rig.client.tick()
     assert rig.server.received(protocol.Record) == [protocol.Record(on=True)]
     rig.server.restart()

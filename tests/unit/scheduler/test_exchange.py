@@ -44,7 +44,7 @@ class Bench:
         self.stats, self.asked = SSDStats(4), []
         client: Any = SimpleNamespace(ask=lambda sessions: self.asked.append(list(sessions)))
         tuner: Any = SimpleNamespace(paused=False)
-        config = VerifierConfig("ipc:///tmp/unused/draft", num_steps=4, proposal_top_m=2)
+        config = VerifierConfig(["ipc:///tmp/unused/draft"], num_steps=4, proposal_top_m=2)
         self.exchange = DraftExchange(config, client, tuner, self.stats, 100)
 
     def add(self, *outcomes: Any) -> None:

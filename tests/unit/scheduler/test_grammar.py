@@ -174,7 +174,7 @@ def row(grammar: Any, tokenizer: Any, *, room: int = 50, **changes: Any) -> tupl
 
 def test_rows_without_a_grammar_and_rows_with_proposals_keep_their_drafts(make, tokenizer):
     client: Any = SimpleNamespace(num_steps=6)
-    config = VerifierConfig("ipc:///tmp/unused/draft", num_steps=8, fan_out=[1] * 9)
+    config = VerifierConfig(["ipc:///tmp/unused/draft"], num_steps=8, fan_out=[1] * 9)
     exchange = DraftExchange(config, client, SimpleNamespace(), SSDStats(8), 100)
     by_rejection = SessionSampling(0, 1.0, 50, 1.0, 0.0, top_m=4)
     word = ("regex", "antidisestablishment!")

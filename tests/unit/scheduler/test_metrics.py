@@ -26,8 +26,12 @@ class Rig:
         self.registry = CollectorRegistry()
         self.stats = SSDStats(4)
         self.client: Any = SimpleNamespace(
-            sessions=[1, 2], num_steps=4, fan_out=[4, 3, 2, 1, 1], up=True, server_stats={}
-        )
+            sessions=[1, 2], num_steps=4, fan_out=[4, 3, 2, 1, 1], up=True, server_stats={},
+            clients=[
+                SimpleNamespace(index=0, up=True, sessions=[1, 2], ping_ms=(0.25, 0.5)),
+                SimpleNamespace(index=1, up=False, sessions=[], ping_ms=(0.0, 0.0)),
+            ],
+        )  # fmt: skip
         self.metrics = SSDMetrics(LABELS, self.registry)
 
     def publish(self) -> dict[str, float]:
@@ -96,6 +100,15 @@ def test_gauges(rig: Rig) -> None:
     rig.client.up, rig.client.sessions = False, []
     shown = rig.publish()
     assert (shown["draft_up"], shown["sessions"]) == (0, 0)
+
+
+def test_each_draft_server_has_its_own_gauges(rig: Rig) -> None:
+    shown = rig.publish()
+    assert [shown[f"draft_server_up{{{i}}}"] for i in (0, 1)] == [1, 0]
+    assert [shown[f"draft_server_sessions{{{i}}}"] for i in (0, 1)] == [2, 0]
+    assert shown["draft_server_ping_seconds{0}"] == pytest.approx(0.00025)
+    rig.client.clients[0].up = False
+    assert rig.publish()["draft_server_up{0}"] == 0
 
 
 def test_means_of_the_draft_server_are_recent_ones(rig: Rig) -> None:
@@ -181,7 +194,9 @@ def test_the_log_line_tells_what_was_since_the_last_one() -> None:
     stats, line = SSDStats(4), LogLine()
     assert line.text(stats) == "hit rate: -, draft len: -"
     observe(stats)
-    assert line.text(stats) == "hit rate: 0.50, draft len: 2.75"
+    assert line.text(stats, [0.25, 1.0]) == (
+        "hit rate: 0.50, draft len: 2.75, draft ping (ms): 0.25/1.00"
+    )
     assert line.text(stats) == "hit rate: -, draft len: -"
     stats.observe_answer(Status.HIT, 1)
     stats.observe_round(2, 1)

@@ -14,7 +14,8 @@ from channels import FakeClock, MemoryServer
 from sgl_ssd import protocol, rejection
 from sgl_ssd.config import VerifierConfig
 from sgl_ssd.protocol import Status
-from sgl_ssd.scheduler.draft_client import DraftClient, make_hello
+from sgl_ssd.scheduler.draft_client import make_hello
+from sgl_ssd.scheduler.draft_fleet import DraftFleet
 from sgl_ssd.scheduler.logits import TargetSampler, count_accepted
 from sgl_ssd.scheduler.proposals import Drafts, valid_proposals
 from sgl_ssd.scheduler.sessions import Session, SessionSampling, StopRule
@@ -89,12 +90,12 @@ class Play:
         self.wire = MemoryServer(clock)
         self.wire.serve = None
         config = VerifierConfig(
-            endpoint="ipc:///tmp/unused/draft", num_steps=K, fan_out=[2] * (K + 1),
+            endpoints=["ipc:///tmp/unused/draft"], num_steps=K, fan_out=[2] * (K + 1),
             proposal_top_m=M, draft_timeout_ms=50.0,
         )  # fmt: skip
         self.stats = SSDStats(K)
         hello = make_hello(K, 1000, VOCAB, "h", 8)
-        self.client = DraftClient(config, hello, self.stats, self.wire.connect(b"me"), clock)
+        self.client = DraftFleet(config, hello, self.stats, [self.wire.connect(b"me")], clock)
         self.client.tick()
         self.say(
             protocol.Ready(

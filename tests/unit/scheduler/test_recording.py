@@ -21,14 +21,15 @@ from sgl_ssd.scheduler.stats import SSDStats
 class Client:
     """A draft client that is told to record."""
 
-    def __init__(self, up: bool = True) -> None:
-        self.up = up
-        self.on_spans: Callable[[Spans], None] | None = None
+    def __init__(self, servers: int = 1, up: int | None = None) -> None:
+        self.clients = [object()] * servers
+        self.up = servers if up is None else up
+        self.on_spans: Callable[[Spans, int], None] | None = None
 
-    def record(self, on_spans: Callable[[Spans], None] | None) -> None:
+    def record(self, on_spans: Callable[[Spans, int], None] | None) -> None:
         self.on_spans = on_spans
 
-    def stop_recording(self) -> bool:
+    def stop_recording(self) -> int:
         return self.up
 
 
@@ -65,17 +66,27 @@ def test_both_ends_are_in_the_file_and_it_closes_with_the_last_spans(make: Any) 
     stats.recorder.add(SpanKind.VERIFY, 1.0, 2.0)
     clock.sleep(FLUSH_S)
     record.tick()
-    client.on_spans(spans((SpanKind.BUILD_STEP, 1.0, 1.5, 0, 4)))
+    client.on_spans(spans((SpanKind.BUILD_STEP, 1.0, 1.5, 0, 4)), 0)
     stats.recorder.add(SpanKind.HOST, 2.0, 3.0)
     record.stop()
     record.stop()
     assert stats.recorder is None and record.state == "closing"
     on_spans = client.on_spans
-    on_spans(spans((SpanKind.BUILD, 1.0, 1.6, 0, 4)))
+    on_spans(spans((SpanKind.BUILD, 1.0, 1.6, 0, 4)), 0)
     assert record.state == "closing"
-    on_spans(spans(last=True))
+    on_spans(spans(last=True), 0)
     assert client.on_spans is None
     assert finished(record) == ["verify", "build step", "host work", "build"]
+
+
+def test_the_last_spans_of_all_draft_servers_are_waited_for(make: Any) -> None:
+    record, _, client, _ = make(servers=3, up=2)
+    on_spans = client.on_spans
+    record.stop()
+    on_spans(spans(last=True), 2)
+    assert record.state == "closing"
+    on_spans(spans((SpanKind.BUILD, 1.0, 1.6, 0, 4), last=True), 0)
+    assert finished(record) == ["build"]
 
 
 def test_a_draft_server_that_is_silent_is_waited_for_only_so_long(make: Any) -> None:
@@ -90,14 +101,14 @@ def test_a_draft_server_that_is_silent_is_waited_for_only_so_long(make: Any) -> 
 
 
 def test_without_a_draft_server_it_closes_at_once(make: Any) -> None:
-    record, stats, _, _ = make(up=False)
+    record, stats, _, _ = make(up=0)
     stats.recorder.add(SpanKind.PREFILL, 0.0, 1.0)
     record.stop()
     assert finished(record) == ["prefill"]
 
 
 def test_a_full_file_ends_the_recording(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, stats, _, clock = make(up=False)
+    record, stats, _, clock = make(up=0)
     monkeypatch.setattr("sgl_ssd.recorder.MAX_EVENTS", 3)
     for _ in range(5):
         stats.recorder.add(SpanKind.HOST, 0.0, 1.0)
@@ -112,7 +123,7 @@ def test_a_full_file_ends_the_recording(make: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_disk_ends_the_recording(caplog: pytest.LogCaptureFixture) -> None:
-    stats, client, clock = SSDStats(4), Client(up=False), FakeClock()
+    stats, client, clock = SSDStats(4), Client(up=0), FakeClock()
     record = Recording("/dev/full", stats, client, clock)  # type: ignore[arg-type]
     stats.recorder.add(SpanKind.HOST, 0.0, 1.0)
     record.tick()

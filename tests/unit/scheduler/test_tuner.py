@@ -42,6 +42,7 @@ class Client:
     def __init__(self, truth: Measurements) -> None:
         self.num_steps, self.fan_out, self.backup = 4, [4] * 5, "auto"
         self.server: Any = SimpleNamespace(max_branch_rows=256)
+        self.servers_up = 1
         self.server_stats: dict[str, float] = {}
         self.truth = truth
         self.configured = 0
