@@ -99,6 +99,8 @@ class ServerSpec:
             flags += ["--speculative-num-draft-tokens", str(self.steps + 1)]
         elif self.system == "ssd":
             flags += ["--ssd-draft-base-gpu-id", str(self.draft_gpu), *ssd]
+            if self.draft_gpu == self.gpu:
+                flags.append("--ssd-allow-shared-gpu")
         elif self.system == "ssd-cpu":
             flags += ["--ssd-draft-device", "cpu", *ssd]
         return [module, *flags]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from sgl_ssd import gpus
 from sgl_ssd.config import VERIFICATIONS, DraftServerConfig, VerifierConfig, check_num_steps
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.fan_out import AUTO, AUTO_MAX_FAN_OUT, parse_fan_out
@@ -29,7 +30,8 @@ class LaunchPlan:
     """What to start.
 
     `drafts` is empty when already running draft servers are used; `sglang_argv` is the command
-    line that SGLang parses.
+    line that SGLang parses. GPU ids are those on a host that has GPUs; a target that was told to
+    serve on the CPU has none. `mem_fraction_static` is the target's, None SGLang's own choice.
     """
 
     target_path: str
@@ -38,6 +40,9 @@ class LaunchPlan:
     verifier: VerifierConfig
     sglang_argv: list[str]
     trust_remote_code: bool
+    target_gpus: list[int]
+    drafts_on_gpus: bool
+    mem_fraction_static: float | None
 
 
 def add_ssd_args(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +160,11 @@ def add_ssd_args(parser: argparse.ArgumentParser) -> None:
         help="a draft server uses one GPU; for more GPUs see --ssd-draft-replicas",
     )  # fmt: skip
     add(
+        "--ssd-allow-shared-gpu", action="store_true",
+        help="let a draft server use a GPU of the target, each with its share of the memory "
+        "(--mem-fraction-static, --ssd-draft-mem-fraction-static)",
+    )  # fmt: skip
+    add(
         "--ssd-max-branch-rows",
         type=int,
         default=256,
@@ -214,6 +224,8 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
     if theirs.speculative_algorithm is None:
         plan.sglang_argv.extend(["--speculative-algorithm", "SSD"])
     plan.sglang_argv.extend(["--speculative-num-steps", str(ours.speculative_num_steps)])
+    if theirs.mem_fraction_static is None and plan.mem_fraction_static is not None:
+        plan.sglang_argv.extend(["--mem-fraction-static", str(plan.mem_fraction_static)])
     return plan
 
 
@@ -273,6 +285,8 @@ def from_keywords(
         "speculative_algorithm": "SSD",
         "speculative_num_steps": ours.speculative_num_steps,
     }
+    if plan.mem_fraction_static is not None:
+        rest["mem_fraction_static"] = plan.mem_fraction_static
     return plan, rest
 
 
@@ -298,6 +312,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         ("--data-parallel-size", {"type": int, "dest": "dp_size", "default": 1}),
         ("--dp", {"type": int, "dest": "dp_size", "default": 1}),
         ("--base-gpu-id", {"type": int, "default": 0}),
+        ("--gpu-id-step", {"type": int, "default": 1}),
+        ("--mem-fraction-static", {"type": float}),
+        ("--max-total-tokens", {"type": int}),
         ("--max-running-requests", {"type": int}),
         ("--log-level", {"default": "info"}),
         ("--trust-remote-code", {"action": "store_true"}),
@@ -363,28 +380,6 @@ def _endpoints(ours: argparse.Namespace, private_endpoint: str) -> list[str]:
     return [e.strip() for given in ours.ssd_draft_endpoint for e in given.split(",") if e.strip()]
 
 
-def _draft_gpus(ours: argparse.Namespace, behind_target: int) -> list[int]:
-    """The GPU of each draft server that is started here. Raises `ConfigError`."""
-    replicas, given, base = (
-        ours.ssd_draft_replicas, ours.ssd_draft_gpu_ids, ours.ssd_draft_base_gpu_id,
-    )  # fmt: skip
-    if given is None:
-        first = behind_target if base is None else base
-        return list(range(first, first + replicas))
-    if base is not None:
-        raise ConfigError("--ssd-draft-gpu-ids names the GPUs: leave --ssd-draft-base-gpu-id out")
-    try:
-        ids = [int(number) for number in given.split(",")]
-    except ValueError:
-        raise ConfigError(f"--ssd-draft-gpu-ids {given!r}: numbers separated by commas") from None
-    if len(ids) != replicas or len(set(ids)) != replicas:
-        raise ConfigError(
-            f"--ssd-draft-gpu-ids {given}: --ssd-draft-replicas {replicas} needs as many different "
-            "GPUs"
-        )
-    return ids
-
-
 def _plan(
     ours: argparse.Namespace, theirs: argparse.Namespace, private_endpoint: str
 ) -> LaunchPlan:
@@ -435,12 +430,25 @@ def _plan(
         draft_keys=ours.ssd_draft_keys,
         trace_file=_trace_file(ours.ssd_trace),
     )
-    servers = []
+    servers, on_gpus = [], False
+    targets = gpus.target_gpus(
+        theirs.base_gpu_id, theirs.gpu_id_step, theirs.tp_size * theirs.dp_size
+    )
+    memory = gpus.Memory(theirs.mem_fraction_static, ours.ssd_draft_mem_fraction_static)
     if ours.ssd_draft_endpoint is None:
         device = ours.ssd_draft_device
         if device == "auto" and theirs.device is not None:
             device = theirs.device
-        gpus = _draft_gpus(ours, theirs.base_gpu_id + theirs.tp_size * theirs.dp_size)
+        on_gpus = device != "cpu" and theirs.device != "cpu"
+        placed = gpus.draft_gpus(
+            max(targets) + 1, ours.ssd_draft_replicas, ours.ssd_draft_base_gpu_id,
+            ours.ssd_draft_gpu_ids,
+        )  # fmt: skip
+        if on_gpus:
+            capped = None not in (theirs.max_total_tokens, ours.ssd_draft_max_total_tokens)
+            memory = gpus.share(
+                targets, placed, ours.ssd_allow_shared_gpu, replace(memory, capped=capped)
+            )
         server = DraftServerConfig(
             endpoint=private_endpoint,
             model_path=draft,
@@ -450,12 +458,12 @@ def _plan(
             backup=ours.ssd_backup,
             max_branch_rows=ours.ssd_max_branch_rows,
             device=device,
-            base_gpu_id=gpus[0],
+            base_gpu_id=placed[0],
             dtype=ours.ssd_draft_dtype
             if ours.ssd_draft_dtype != "auto"
             else theirs.dtype or "auto",
             attention_backend=ours.ssd_draft_attention_backend,
-            mem_fraction_static=ours.ssd_draft_mem_fraction_static,
+            mem_fraction_static=memory.draft,
             max_total_tokens=ours.ssd_draft_max_total_tokens,
             context_length=ours.ssd_draft_context_length,
             max_sessions=(theirs.max_running_requests or 256) * theirs.dp_size,
@@ -470,7 +478,7 @@ def _plan(
                 server, endpoint=endpoint, name=str(i), base_gpu_id=gpu,
                 http_port=server.http_port and server.http_port + i,
             )
-            for i, (endpoint, gpu) in enumerate(zip(endpoints, gpus, strict=True))
+            for i, (endpoint, gpu) in enumerate(zip(endpoints, placed, strict=True))
         ]  # fmt: skip
     return LaunchPlan(
         target_path=target,
@@ -479,4 +487,7 @@ def _plan(
         verifier=verifier,
         sglang_argv=["--model-path", target],
         trust_remote_code=theirs.trust_remote_code,
+        target_gpus=[] if theirs.device == "cpu" else targets,
+        drafts_on_gpus=on_gpus,
+        mem_fraction_static=memory.target,
     )

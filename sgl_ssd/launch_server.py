@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from sgl_ssd import args as ssd_args
+from sgl_ssd import gpus
 from sgl_ssd.errors import ConfigError, SSDError, StartRefusedError
 from sgl_ssd.host import check_sglang_version
 from sgl_ssd.supervisor import DraftServers, TargetProcess, watch_remote
@@ -141,6 +142,9 @@ def _log_plan(plan: ssd_args.LaunchPlan) -> None:
         plan.verifier.verification,
         "on" if plan.verifier.drafting else "off",
     )
+    if plan.target_gpus and gpus.on_this_host():
+        drafts = [draft.base_gpu_id for draft in plan.drafts] if plan.drafts_on_gpus else None
+        logger.info("%s", gpus.placement(plan.target_gpus, drafts, not plan.drafts))
 
 
 def _stop_target(target: TargetProcess, stop: _StopRequest) -> None:

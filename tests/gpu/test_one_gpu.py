@@ -51,6 +51,7 @@ def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("ssd") / "server.log"
     args = ["--model-path", str(TARGET_PATH), "--speculative-draft-model-path", str(DRAFT_PATH)]
     args += [*COMMON, "--speculative-num-steps", "7", "--ssd-draft-base-gpu-id", "0"]
+    args += ["--ssd-allow-shared-gpu"]
     args += ["--ssd-draft-mem-fraction-static", "0.3", "--ssd-draft-attention-backend", "triton"]
     args += ["--ssd-draft-max-total-tokens", "200000", "--ssd-max-branch-rows", "128"]
     with ServerProcess("sgl_ssd.launch_server", args, log=log, ready_path="/health") as server:

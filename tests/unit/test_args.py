@@ -124,7 +124,7 @@ def test_our_flags_do_not_reach_sglang() -> None:
         "--ssd-draft-http-port", "8099", "--ssd-verification", "rejection",
         "--ssd-saguaro-c", "0.5", "--ssd-proposal-top-m", "32", "--ssd-trace", "T.json",
         "--ssd-mode", "ssd", "--ssd-push", "off", "--ssd-draft-replicas", "2",
-        "--ssd-draft-tp-size", "1",
+        "--ssd-draft-tp-size", "1", "--ssd-allow-shared-gpu",
     ]  # fmt: skip
     parser = argparse.ArgumentParser(add_help=False)
     add_ssd_args(parser)
@@ -249,7 +249,8 @@ def test_everything_reaches_the_verifier() -> None:
     [
         ([], 1), (["--tp-size", "2"], 2), (["--tensor-parallel-size=4"], 4), (["--tp", "2"], 2),
         (["--tp=8"], 8), (["--base-gpu-id", "2"], 3), (["--base-gpu-id=2", "--tp-size=2"], 4),
-        (["--ssd-draft-base-gpu-id", "0", "--tp-size", "2"], 0),
+        (["--ssd-draft-base-gpu-id=0", "--tp-size=2", "--ssd-allow-shared-gpu"], 0),
+        (["--gpu-id-step=2", "--tp-size=2"], 3), (["--gpu-id-step=2", "--dp=2", "--tp=2"], 7),
         (["--dp-size", "2"], 2), (["--dp=2", "--tp=2"], 4), (["--data-parallel-size", "3"], 3),
     ],
     ids=str,

@@ -49,6 +49,7 @@ BASE = {
     "sgl_ssd.explain",
     "sgl_ssd.fan_out",
     "sgl_ssd.folders",
+    "sgl_ssd.gpus",
     "sgl_ssd.fused_draw",
     "sgl_ssd.keys",
     "sgl_ssd.measurements",
