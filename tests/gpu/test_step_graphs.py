@@ -30,7 +30,7 @@ def engine() -> Any:
 
     config = DraftServerConfig(
         endpoint="ipc:///unused", model_path=str(DRAFT_PATH), device="cuda", num_steps=K,
-        fan_out=[4] * (K + 1), mem_fraction_static=0.3, max_total_tokens=20_000, max_sessions=8,
+        fan_out=[4] * (K + 1), mem_fraction_static=0.9, max_total_tokens=20_000, max_sessions=8,
         max_branch_rows=64,
     )  # fmt: skip
     return DraftEngine(
