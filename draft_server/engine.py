@@ -30,7 +30,6 @@ from sgl_ssd.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 MIN_WIDTH = 8
-STEP_AFTER_PLANS = 4
 _STATUS = {
     Stage.PREFILL: Status.PREFILLING,
     Stage.CONTEXT: Status.CONTEXT,
@@ -256,11 +255,10 @@ class DraftEngine:
         for draft in ready:
             draft.answered = min(len(draft.chain), draft.num_steps)
             self._grow(draft)
-        for planned, draft in enumerate(ready, 1):
+        # No step goes off before all are planned: one with few sessions takes nearly as long as one
+        # with all of them, and the device is what everybody waits for.
+        for draft in ready:
             self._builder.plan(draft, budget=max(0, self._rows_for(draft) - 1))
-            # A device must not wait for the last of many plans.
-            if planned % STEP_AFTER_PLANS == 0 and not self.stepper.synchronous:
-                self._builder.work()
 
     def take_built(self) -> list[Draft]:
         """Sessions whose caches have been completed since the last call."""
