@@ -252,7 +252,7 @@ def from_benchmark(
     known = Measurements(
         verify=Curve(verify),
         plain=base,
-        step=Curve(step),
+        step=straight(step),
         answer_ms=statistics.median(map(_answer_ms, ours)),
         acceptance=acceptance,
         jit=Curve(jit) if jit else None,
@@ -261,6 +261,20 @@ def from_benchmark(
     )
     fitted = _with_fitted_misses(known, data, ours)
     return fitted if as_measured else replace(fitted, short_after_full=0)
+
+
+def straight(points: Sequence[tuple[float, float]]) -> Curve:
+    """The straight line closest to `points` (size, ms), from size 1 on; it does not fall.
+
+    Where points lie close together their scatter must not decide what is beyond them.
+    """
+    if len({size for size, _ in points}) < 2:
+        return Curve(points)
+    slope, start = statistics.linear_regression(*zip(*points, strict=True))
+    slope = max(0.0, slope)
+    start = max(1e-3, statistics.fmean(ms - slope * size for size, ms in points))
+    largest = max(2.0, *(size for size, _ in points))
+    return Curve([(1.0, start + slope), (largest, start + slope * largest)])
 
 
 def _answer_ms(result: dict[str, Any]) -> float:

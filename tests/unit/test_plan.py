@@ -57,6 +57,18 @@ def test_few_drafts_at_a_position_count_little():
     assert measurements.acceptance_by_position([5], [5]) == ()
 
 
+def test_scatter_does_not_decide_what_lies_beyond():
+    close = [(70.0, 2.0), (76.0, 2.1), (80.0, 2.5), (20.0, 1.5)]
+    line = measurements.straight(close)
+    assert 1.5 < line(50) < 2.1 and 3.0 < line(160) < 4.0  # 18 through the last two points
+    assert line(1) < line(20)
+    falling = measurements.straight([(10.0, 3.0), (20.0, 1.0)])
+    assert falling(1) == falling(500) == pytest.approx(2.0)
+    assert measurements.straight([(8.0, 2.0), (8.0, 3.0)])(100) == pytest.approx(2.5)
+    with pytest.raises(ConfigError):
+        measurements.straight([])
+
+
 def test_misses_of_one_fan_out_keep_the_usual_slope():
     law = measurements.fit_miss_law([(4, 0.2, 10)])
     assert law.hit(4) == pytest.approx(0.8) and law.r == planner.MissLaw.r
