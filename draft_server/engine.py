@@ -133,8 +133,11 @@ class DraftEngine:
 
     # -- news ----------------------------------------------------------------------------------
 
-    def advance(self, draft: Draft, new: Sequence[int]) -> Status | None:
+    def advance(self, draft: Draft, new: Sequence[int], patient: bool = True) -> Status | None:
         """`new` tokens are committed: adopt what was drafted for them.
+
+        Where the first draft is only on its way, it is waited for if `patient`; otherwise it comes
+        too late for this round and is ahead for the next one.
 
         Returns the status of the speculation that is now in `draft.chain`, or None after a miss,
         which wants a backup.
@@ -144,7 +147,7 @@ class DraftEngine:
         draft.ahead_s = self._builder.ahead(draft)
         if draft.cache.coming:  # nothing was planned since the last news
             self._builder.take_coming(draft)
-        walk = self._walk(draft, new)
+        walk = self._walk(draft, new, patient)
         if new:
             self.stats.ranks.observe(draft.cache, walk, draft.answered)
             self._adopt(draft, walk, new)
@@ -156,10 +159,10 @@ class DraftEngine:
             return None
         if walk.branch < 0 and len(draft.chain) < draft.num_steps:
             self._promote(draft)
-            if not draft.chain:
+            if not draft.chain and patient:
                 self._grow(draft)
         if not draft.chain:
-            return None
+            return None if patient or not draft.cache.growing else Status.EMPTY
         if walk.branch >= 0:
             return Status.HIT if walk.inside == 0 else Status.PARTIAL
         # The bonus token was the chain's own next one.
@@ -175,10 +178,10 @@ class DraftEngine:
             return Status.NO_MEMORY
         return _STATUS[stage]
 
-    def _walk(self, draft: Draft, new: Sequence[int]) -> Walk:
+    def _walk(self, draft: Draft, new: Sequence[int], patient: bool) -> Walk:
         cache = draft.cache
         walk = cache.walk(new)
-        if walk.complete and walk.branch >= 0:
+        if patient and walk.complete and walk.branch >= 0:
             length, launched = cache.length[walk.branch], cache.launched[walk.branch]
             if walk.inside == length < launched:  # found, and its first draft is on its way
                 self._builder.collect(wait=True)

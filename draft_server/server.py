@@ -50,6 +50,8 @@ RECEIVE_S = 0.002
 SESSIONS_PER_SLOT = 16
 PUSHED_AT_ONCE = 32  # sessions in one message
 STUCK_S = 10.0
+PATIENT_ROWS = 2
+"""A question about more does not wait for the first draft of one: all the others would."""
 
 
 class Engine(Protocol):
@@ -70,7 +72,7 @@ class Engine(Protocol):
 
     def close(self, draft: Any, keep: bool = True) -> None: ...
 
-    def advance(self, draft: Any, new: Sequence[int]) -> Status | None: ...
+    def advance(self, draft: Any, new: Sequence[int], patient: bool) -> Status | None: ...
 
     def backup(self, drafts: Sequence[Any], kind: str) -> list[Status]: ...
 
@@ -338,6 +340,7 @@ class DraftServer:
     def _take_in(self, peer: Peer, message: Speculate) -> list[tuple[Session | None, Any, int]]:
         """Apply the news of each row: (session, status or None for a miss, have_len)."""
         rows: list[tuple[Session | None, Any, int]] = []
+        patient = len(message.rows) <= PATIENT_ROWS
         at, now = 0, self._clock()
         seen: set[int] = set()  # a session asked for twice in one message is refused
         for sid, epoch, base, num in message.rows.tolist():
@@ -349,12 +352,14 @@ class DraftServer:
                 continue
             seen.add(sid)
             session.last_seen = now
-            status = self._news(peer, session, base, tokens)
+            status = self._news(peer, session, base, tokens, patient)
             have = 0 if status is Status.UNKNOWN else len(session.draft.tokens)
             rows.append((session if status is not Status.UNKNOWN else None, status, have))
         return rows
 
-    def _news(self, peer: Peer, session: Session, base: int, tokens: np.ndarray) -> Any:
+    def _news(
+        self, peer: Peer, session: Session, base: int, tokens: np.ndarray, patient: bool
+    ) -> Any:
         known = session.draft.tokens
         have = len(known)
         if base > have:
@@ -366,7 +371,7 @@ class DraftServer:
         new = values[overlap:]
         if new and (min(new) < 0 or max(new) >= peer.hello.vocab_size):
             return Status.UNKNOWN
-        return self._engine.advance(session.draft, new)
+        return self._engine.advance(session.draft, new, patient)
 
     def _answer_one(self, peer: Peer, message: Speculate) -> None:
         begin = self._clock()

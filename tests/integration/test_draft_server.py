@@ -212,7 +212,7 @@ class Simulation:
         asked = [d for d in self.drafts if r.random() < 0.8]
         missed = []
         for draft in asked:
-            status = engine.advance(draft, self.outcome(draft))
+            status = engine.advance(draft, self.outcome(draft), patient=r.random() < 0.5)
             if status is None:
                 missed.append(draft)
             else:
@@ -401,6 +401,38 @@ def test_steps_in_flight_count_for_a_target_faster_than_a_build(
     assert 2 < steps < K, "every build is cut short"
     assert set(statuses[1:]) == {Status.HIT}, statuses
     assert sum(drafted[1:]) / 29 > steps - 1.6, (steps, drafted)
+    engine.close(draft)
+    engine.check_memory([])
+
+
+def test_a_first_draft_that_comes_too_late_is_ahead_for_the_next_round(
+    runner: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_ssd.draft_server.steps.HostCopy", DelayedCopy)
+    engine = make_engine(runner)
+    engine.stepper.synchronous = False
+    oracle, params = Oracle(reference), SamplingParams(vocab_limit=VOCAB)
+    draft = engine.open(
+        [random.Random(6).randrange(VOCAB) for _ in range(20)], params, "", K, FAN_OUT
+    )
+    while draft.stage.value == "prefill":
+        engine.work()
+    engine.work()  # a step is launched, its result is not there
+    best = int(oracle.scores(draft.tokens, [], params)[0].argmax())
+    assert draft.cache.in_flight and not draft.cache.length.max()
+    assert engine.advance(draft, [best], patient=False) is Status.EMPTY
+    assert draft.chain == []
+    engine.check_memory([draft])
+    engine.plan(draft)
+    assert draft.answered == 0 and 1 <= len(draft.chain) <= 2
+    oracle.check(draft.tokens, draft.chain, params)
+    engine.check_memory([draft])
+    while engine.busy:
+        engine.work()
+    first = draft.chain[0]
+    assert engine.advance(draft, [first], patient=False) is Status.HIT
+    assert len(draft.chain) >= 2
+    oracle.check(draft.tokens, draft.chain[:K], params)
     engine.close(draft)
     engine.check_memory([])
 

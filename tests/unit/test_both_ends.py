@@ -87,7 +87,9 @@ class PretendedEngine:
     def close(self, draft: PretendedDraft, keep: bool = True) -> None:
         self.open_drafts.remove(draft)
 
-    def advance(self, draft: PretendedDraft, new: Sequence[int]) -> Status | None:
+    def advance(
+        self, draft: PretendedDraft, new: Sequence[int], patient: bool = True
+    ) -> Status | None:
         assert draft in self.open_drafts
         draft.tokens.extend(new)
         draft.chain = []

@@ -82,7 +82,7 @@ class Engine:
         self.opened += 1
         return SimpleNamespace(tokens=array("q", tokens), chain=[], ahead_s=0.0)
 
-    def advance(self, one: SimpleNamespace, new: list[int]) -> None:
+    def advance(self, one: SimpleNamespace, new: list[int], patient: bool = True) -> None:
         one.tokens.extend(new)
 
     def backup(self, drafts: list, kind: str) -> list:

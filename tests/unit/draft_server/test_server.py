@@ -85,6 +85,7 @@ class PretendedEngine:
     backups: list[tuple[int, str]] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)
     built: list[PretendedDraft] = field(default_factory=list)
+    patience: list[bool] = field(default_factory=list)
 
     def open(
         self, tokens: Iterable[int], params: SamplingParams, extra_key: str, num_steps: int,
@@ -98,8 +99,11 @@ class PretendedEngine:
         assert draft.closed is None, "closed twice"
         draft.closed = keep
 
-    def advance(self, draft: PretendedDraft, new: Sequence[int]) -> Status | None:
+    def advance(
+        self, draft: PretendedDraft, new: Sequence[int], patient: bool = True
+    ) -> Status | None:
         assert draft.closed is None
+        self.patience.append(patient)
         draft.tokens.extend(new)
         draft.chain = []
         if len(draft.tokens) < 2:
@@ -436,6 +440,15 @@ def wants(on: bool, **changes: Any) -> Configure:
     return Configure(
         **{"num_steps": K, "fan_out": [1] * (K + 1), "backup": "jit", "push": on, **changes}
     )
+
+
+def test_many_do_not_wait_for_the_first_draft_of_one() -> None:
+    bench = Bench()
+    for sid in range(3):
+        bench.open(sid=sid, prompt=[1, 2])
+    bench.round((0, 0, 2, [10]), (1, 0, 2, [10]))
+    bench.round(*((sid, 0, 2 + (sid < 2), [12]) for sid in range(3)))
+    assert bench.engine.patience == [True] * 2 + [False] * 3
 
 
 def test_complete_caches_are_sent_to_those_that_want_them() -> None:
