@@ -65,12 +65,17 @@ class Builder:
         fan_out = fan_out_for(draft.fan_out, draft.answered, budget - (ahead > 0), limit)
         wanted = fan_out_for(draft.fan_out, draft.answered, len(draft.fan_out) * limit, limit)
         self._stats.branches_short_of_rows += sum(wanted) - sum(fan_out)
-        if ahead > 0:  # the chain goes on by itself: a branch behind its end keeps growing
+        if ahead > 0 and not cache.top_m:
+            # The chain goes on by itself: a branch behind its end keeps growing. (A sampled chain
+            # would go on from a sample, which is no guess.)
             fan_out += [0] * (ahead - 1) + [1]
         # Feeding the chain's last draft yields the guesses behind it.
         end = min(n + len(cache.chain), self.context_len)
         feeding = (
-            kv.fed == kv.length < end and end - kv.length <= MAX_FEED and self._kv.extend(kv, end)
+            draft.feed is None  # one that is not launched yet has branches of its own
+            and kv.fed == kv.length < end
+            and end - kv.length <= MAX_FEED
+            and self._kv.extend(kv, end)
         )
         added = self._add_branches(draft, plan_forks(cache, fan_out, late=feeding))
         if any(fork.late for fork in added):

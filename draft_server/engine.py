@@ -265,7 +265,11 @@ class DraftEngine:
 
     def take_built(self) -> list[Draft]:
         """Sessions whose caches have been completed since the last call."""
-        return [draft for draft in self._builder.take_built() if draft.stage is Stage.READY]
+        return [
+            draft
+            for draft in self._builder.take_built()
+            if draft.stage is Stage.READY and not draft.cache.coming
+        ]
 
     def _rows_for(self, draft: Draft) -> int:
         """Rows of a step for a session: owners share evenly, and leave what they cannot use."""

@@ -290,8 +290,8 @@ class DraftFleet:
         for client in silent:
             client.timed_out()
         self._stats.timeouts += bool(silent)
-        if late and self.servers_up > 1:
-            for index in late:
+        for index in late:
+            if self.servers_up > 1:  # the last one has nobody to leave its requests to
                 self.clients[index].give_up()
         return not late
 

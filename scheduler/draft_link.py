@@ -103,11 +103,11 @@ class DraftLink:
                 self.send(self._hello)
             return
         self._send_owed()
-        if now - self._last_ping >= PING_S:
-            waited = now - (self._unanswered_ping_at or now)
-            if waited > SILENCE_S:
-                self._down(f"no sign of life for {waited:.0f} s")
-                return
+        # Also where questions keep on sending pings, so that none is ever due here.
+        waited = now - (self._unanswered_ping_at or now)
+        if waited > SILENCE_S:
+            self._down(f"no sign of life for {waited:.0f} s")
+        elif now - self._last_ping >= PING_S:
             self._ping(now)
 
     def measure(self) -> None:

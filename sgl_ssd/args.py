@@ -31,7 +31,8 @@ class LaunchPlan:
 
     `drafts` is empty when already running draft servers are used; `sglang_argv` is the command
     line that SGLang parses. GPU ids are those on a host that has GPUs; a target that was told to
-    serve on the CPU has none. `mem_fraction_static` is the target's, None SGLang's own choice.
+    serve on the CPU has none. `mem_fraction_static`, if not None, is the target's of what a draft
+    on the same GPU leaves: then that draft must be ready before the target starts.
     """
 
     target_path: str
@@ -224,7 +225,7 @@ def parse(argv: list[str], private_endpoint: str) -> LaunchPlan:
     if theirs.speculative_algorithm is None:
         plan.sglang_argv.extend(["--speculative-algorithm", "SSD"])
     plan.sglang_argv.extend(["--speculative-num-steps", str(ours.speculative_num_steps)])
-    if theirs.mem_fraction_static is None and plan.mem_fraction_static is not None:
+    if plan.mem_fraction_static is not None:
         plan.sglang_argv.extend(["--mem-fraction-static", str(plan.mem_fraction_static)])
     return plan
 
@@ -313,6 +314,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         ("--dp", {"type": int, "dest": "dp_size", "default": 1}),
         ("--base-gpu-id", {"type": int, "default": 0}),
         ("--gpu-id-step", {"type": int, "default": 1}),
+        ("--nnodes", {"type": int, "default": 1}),
         ("--mem-fraction-static", {"type": float}),
         ("--max-total-tokens", {"type": int}),
         ("--max-running-requests", {"type": int}),
@@ -431,9 +433,8 @@ def _plan(
         trace_file=_trace_file(ours.ssd_trace),
     )
     servers, on_gpus = [], False
-    targets = gpus.target_gpus(
-        theirs.base_gpu_id, theirs.gpu_id_step, theirs.tp_size * theirs.dp_size
-    )
+    ranks = max(1, theirs.tp_size * theirs.dp_size // max(1, theirs.nnodes))  # on this host
+    targets = gpus.target_gpus(theirs.base_gpu_id, theirs.gpu_id_step, ranks)
     memory = gpus.Memory(theirs.mem_fraction_static, ours.ssd_draft_mem_fraction_static)
     if ours.ssd_draft_endpoint is None:
         device = ours.ssd_draft_device
@@ -489,5 +490,5 @@ def _plan(
         trust_remote_code=theirs.trust_remote_code,
         target_gpus=[] if theirs.device == "cpu" else targets,
         drafts_on_gpus=on_gpus,
-        mem_fraction_static=memory.target,
+        mem_fraction_static=memory.target if memory.in_turn else None,
     )

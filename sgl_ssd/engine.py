@@ -69,8 +69,12 @@ class Engine(SGLangEngine):
             args=(self._drafts, plan.verifier.draft_start_timeout_s, mine),
             daemon=True,
         )
-        # Both take their time to start: let them do so at once.
+        # Both take their time to start: let them do so at once, unless they share a GPU.
         waiting.start()
+        if plan.mem_fraction_static is not None:
+            waiting.join()
+            if self._draft_error is not None:
+                raise self._draft_error
         try:
             super().__init__(**server_kwargs)
         except RuntimeError:

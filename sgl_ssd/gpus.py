@@ -19,11 +19,13 @@ class Memory:
     """Shares of a GPU's memory for weights and KV; None is what SGLang takes by itself.
 
     `capped`: both KV pools have a size in tokens, so that the shares are bounds and no sizes.
+    `in_turn`: the draft must be there before the target starts, whose share is one of the rest.
     """
 
     target: float | None
     draft: float | None
     capped: bool = False
+    in_turn: bool = False
 
 
 def target_gpus(base: int, step: int, ranks: int) -> list[int]:
@@ -56,6 +58,9 @@ def draft_gpus(behind_target: int, replicas: int, base: int | None, given: str |
 def share(target: Sequence[int], drafts: Sequence[int], allowed: bool, memory: Memory) -> Memory:
     """The memory of each side on GPUs `target` and `drafts`.
 
+    SGLang counts a share from what is free when a process begins, and what others take meanwhile
+    against it: on a shared GPU the draft begins, and the target gets its share of the rest.
+
     Raises `ConfigError` where they meet and that is not allowed, or asks for more than there is.
     """
     shared = sorted(set(target) & set(drafts))
@@ -83,7 +88,7 @@ def share(target: Sequence[int], drafts: Sequence[int], allowed: bool, memory: M
             f"--mem-fraction-static {part:g} and --ssd-draft-mem-fraction-static {draft:g} are "
             f"shares of the same {which}: together at most 1, with something left for both"
         )
-    return Memory(part, draft)
+    return Memory(round(part / (1 - draft), 3), draft, in_turn=True)
 
 
 def on_this_host() -> bool:

@@ -103,11 +103,13 @@ def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
                 lost = stop.set if plan.verifier.draft_required else None
                 drafts = DraftServers(plan.drafts, lost)
             plan.verifier.to_environment()
-            # All take their time to start: let them do so at once.
-            target = TargetProcess(plan.sglang_argv, folder)
+            # All take their time to start: let them do so at once, unless they share a GPU.
+            if plan.mem_fraction_static is None:
+                target = TargetProcess(plan.sglang_argv, folder)
             if drafts is not None:
                 with _progress(str(drafts)) as progress:
                     drafts.wait_ready(plan.verifier.draft_start_timeout_s, stop.check_in(progress))
+                target = target or TargetProcess(plan.sglang_argv, folder)
                 drafts.watch()
             elif plan.verifier.draft_required:
                 remote = plan.verifier

@@ -20,8 +20,7 @@ def fractions(*argv: str) -> tuple[float | None, float | None]:
     plan = parse(["--model-path", "t", "--speculative-draft-model-path", "d", *argv], "ipc:///p")
     words = " ".join(plan.sglang_argv).replace("=", " ").split()
     given = [v for flag, v in itertools.pairwise(words) if flag == "--mem-fraction-static"]
-    assert len(given) <= 1
-    return float(given[0]) if given else None, plan.drafts[0].mem_fraction_static
+    return float(given[-1]) if given else None, plan.drafts[0].mem_fraction_static
 
 
 @pytest.mark.parametrize(
@@ -58,11 +57,12 @@ def test_memory_is_left_alone_where_nothing_is_shared(argv: list[str]):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], (0.65, 0.2)),
-        (["--mem-fraction-static=0.6"], (0.6, 0.2)),
-        (["--mem-fraction-static=0.75"], (0.75, 0.1)),
-        (["--ssd-draft-mem-fraction-static=0.4"], (0.45, 0.4)),
-        (["--mem-fraction-static=0.3", "--ssd-draft-mem-fraction-static=0.3"], (0.3, 0.3)),
+        # The target's is one of what the draft leaves: .65 of the whole is .8125 of .8.
+        ([], (0.812, 0.2)),
+        (["--mem-fraction-static=0.6"], (0.75, 0.2)),
+        (["--mem-fraction-static=0.72"], (0.828, 0.13)),
+        (["--ssd-draft-mem-fraction-static=0.4"], (0.75, 0.4)),
+        (["--mem-fraction-static=0.3", "--ssd-draft-mem-fraction-static=0.4"], (0.5, 0.4)),
         (
             ["--mem-fraction-static=.9", "--ssd-draft-mem-fraction-static=.9",
              "--max-total-tokens=99", "--ssd-draft-max-total-tokens=99"],
@@ -95,13 +95,26 @@ def test_an_engine_shares_as_the_server_does():
         "ssd_allow_shared_gpu": True,
     }  # fmt: skip
     plan, rest = from_keywords(kwargs, "ipc:///p")
-    assert (rest["mem_fraction_static"], plan.drafts[0].mem_fraction_static) == (0.65, 0.2)
+    assert (rest["mem_fraction_static"], plan.drafts[0].mem_fraction_static) == (0.812, 0.2)
     plan, rest = from_keywords({"model_path": "t", "speculative_draft_model_path": "d"}, "ipc:///p")
     assert "mem_fraction_static" not in rest
 
 
 def test_the_share_of_one_side_that_is_given_stays():
-    assert share([0, 1], [1], True, Memory(0.5, None)) == Memory(0.5, 0.2)
+    assert share([0, 1], [1], True, Memory(0.4, None)) == Memory(0.5, 0.2, in_turn=True)
+
+
+@pytest.mark.parametrize(("argv", "in_turn"), [(ALLOWED, True), ([], False)], ids=str)
+def test_who_shares_starts_in_turn(argv: list[str], in_turn: bool):
+    plan = parse(["--model-path", "t", "--speculative-draft-model-path", "d", *argv], "ipc:///p")
+    assert (plan.mem_fraction_static is not None) is in_turn
+
+
+def test_only_the_ranks_of_this_host_count():
+    argv = ["--nnodes=2", "--tp-size=8", "--ssd-draft-base-gpu-id=4"]
+    assert fractions(*argv) == (None, None)
+    plan = parse(["--model-path=t", "--speculative-draft-model=d", *argv[:2]], "ipc:///p")
+    assert plan.target_gpus == [0, 1, 2, 3] and plan.drafts[0].base_gpu_id == 4
 
 
 @pytest.mark.parametrize(
