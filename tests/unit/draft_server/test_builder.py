@@ -109,3 +109,19 @@ def test_a_cache_that_was_built_twice_since_is_told_of_once() -> None:
     for _ in range(2):
         bench.builder.plan(draft, budget=0)
     assert bench.builder.take_built() == [draft]
+
+
+def test_a_plan_before_its_feed_is_launched_leaves_no_branch_behind() -> None:
+    """Asked again without news, with more rows than before."""
+    bench = Bench()
+    draft = bench.draft()
+    draft.cache.chain, draft.answered = [10], 1
+    bench.builder.plan(draft, budget=2)
+    assert draft.feed is not None and draft.cache.waiting.any()
+    bench.builder.plan(draft, budget=8)
+    bench.complete()
+    assert draft.cache.complete and not draft.cache.waiting.any()
+    assert not bench.builder.busy
+    assert len(set(zip(draft.cache.depth.tolist(), draft.cache.root.tolist(), strict=True))) == len(
+        draft.cache.root
+    )

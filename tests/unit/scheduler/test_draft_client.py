@@ -269,6 +269,29 @@ def test_silence_is_noticed_and_healed(rig: Rig, caplog: pytest.LogCaptureFixtur
     assert opened.prompt.tolist() == [1, 2, 3, 4, 5] and opened.epoch > first_epoch
 
 
+@pytest.mark.parametrize("timeout_ms", [None, 20, 50])
+@pytest.mark.parametrize("round_s", [0.01, 0.05])
+def test_silence_is_noticed_while_questions_go_on(timeout_ms: float | None, round_s: float) -> None:
+    """Questions bring pings along: it must not take a pause between them to see the silence."""
+    rig = Rig(timeout_ms=timeout_ms).connect()
+    session = rig.open("r")
+
+    def rounds(seconds: float) -> None:
+        end = rig.clock.now + seconds
+        while rig.clock.now < end and rig.client.up:
+            session.commit([3])
+            rig.clock.sleep(round_s)
+            rig.client.tick()
+            rig.round(session)
+
+    rounds(3.0)
+    assert rig.client.up
+    rig.server.frozen = True
+    began = rig.clock.now
+    rounds(20.0)
+    assert not rig.client.up and rig.clock.now - began < 7.5
+
+
 def test_a_restarted_server_is_noticed_at_once(rig: Rig) -> None:
     sessions = [rig.open(str(i), [i, 1]) for i in range(3)]
     assert rig.round(*sessions)
