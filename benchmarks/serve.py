@@ -209,7 +209,7 @@ def measure(run: Run, prompts: Prompts, tokens: int) -> dict[str, Any]:
     used = prompts.of(run.workload)[: run.requests]
     warm = max(run.concurrency, 1)
     send(server, used[:warm], warm, 16, run.temperature)
-    server.post("/flush_cache", {})
+    server.flush()
     before = server.state().get("ssd")
     result: dict[str, Any] = {
         "pair": server.spec.pair.name,

@@ -217,7 +217,7 @@ def test_a_pool_far_too_small_for_the_crowd(rig: Rig, prompts: list[list[int]]) 
 
     def missing() -> list[str]:
         numbers = ssd_state(rig.server)["draft_stats"]  # they come once a second
-        names = ("branches", "branches_short_of_memory", "starved")
+        names = ("branches", "starved")
         return [name for name in names if numbers[name] <= before["draft_stats"][name]]
 
     assert eventually(lambda: not missing(), 5), missing()

@@ -29,6 +29,7 @@ class Pretender(ThreadingHTTPServer):
         self.settings: list[dict[str, int]] = []
         self.bodies: list[dict[str, Any]] = []
         self.broken = False
+        self.busy = 2  # refusals to flush, as SGLang while a request ends
         self.lock = threading.Lock()
 
     @property
@@ -63,9 +64,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
-    def _answer(self, body: Any) -> None:
+    def _answer(self, body: Any, status: int = 200) -> None:
         data = json.dumps(body).encode()
-        self.send_response(500 if self.server.broken else 200)
+        self.send_response(500 if self.server.broken else status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -80,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/set_internal_state":
             self.server.settings.append(body["server_args"])
             self._answer({"updated": [True]})
+        elif self.server.busy:
+            self.server.busy -= 1
+            self._answer("busy", 400)
         else:
             self._answer("flushed")
 
