@@ -109,13 +109,14 @@ def _serve(plan: ssd_args.LaunchPlan, folder: str) -> int:
             if drafts is not None:
                 with _progress(str(drafts)) as progress:
                     drafts.wait_ready(plan.verifier.draft_start_timeout_s, stop.check_in(progress))
-                target = target or TargetProcess(plan.sglang_argv, folder)
                 drafts.watch()
             elif plan.verifier.draft_required:
                 remote = plan.verifier
                 watch_remote(
                     remote.endpoints, remote.draft_keys, remote.draft_start_timeout_s, stop.set
                 )
+            if target is None:
+                target = TargetProcess(plan.sglang_argv, folder)
             _log_plan(plan)
             while target.poll() is None and not stop.wait(0.2):
                 pass
