@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from sgl_ssd import gpus
+from sgl_ssd import gpus, launch_server
 from sgl_ssd.args import from_keywords, parse
+from sgl_ssd.config import VerifierConfig
 from sgl_ssd.errors import ConfigError
 from sgl_ssd.gpus import Memory, placement, share
 
@@ -134,3 +135,44 @@ def test_a_line_says_which_gpu_does_what(target, drafts, remote, text):
 def test_a_host_that_serves_on_the_cpu_has_no_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SGLANG_SSD_DEVICE", "cpu")
     assert not gpus.on_this_host()
+
+
+@pytest.mark.parametrize(
+    ("argv", "order"),
+    [([], ["draft", "target", "ready"]), (ALLOWED, ["draft", "ready", "target"])],
+    ids=["apart", "shared"],
+)
+def test_a_target_on_the_drafts_gpu_starts_when_the_draft_is_ready(
+    argv: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """SGLang sizes its pools by what is free when it starts."""
+    seen: list[str] = []
+
+    class Drafts:
+        def __init__(self, configs: object, on_lost: object) -> None:
+            seen.append("draft")
+
+        def wait_ready(self, timeout_s: float, progress: object) -> None:
+            seen.append("ready")
+
+        def watch(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+    class Target:
+        STOP_S = 0.0
+
+        def __init__(self, argv: list[str], folder: str) -> None:
+            seen.append("target")
+
+        def poll(self) -> int:
+            return 3
+
+        def stop(self, seconds: float) -> None: ...
+
+    monkeypatch.setattr(launch_server, "DraftServers", Drafts)
+    monkeypatch.setattr(launch_server, "TargetProcess", Target)
+    monkeypatch.setattr(VerifierConfig, "to_environment", lambda self: None)
+    plan = parse(["--model-path", "t", "--speculative-draft-model-path", "d", *argv], "ipc:///p")
+    assert launch_server._serve(plan, "/nowhere") == 3
+    assert seen == order
