@@ -364,8 +364,8 @@ def _endpoints(ours: argparse.Namespace, private_endpoint: str) -> list[str]:
     replicas, size = ours.ssd_draft_replicas, ours.ssd_draft_tp_size
     if size != 1:
         raise ConfigError(
-            f"--ssd-draft-tp-size {size}: a draft is too small to gain from several GPUs, its "
-            "steps take no longer than their launch; use more GPUs with --ssd-draft-replicas"
+            f"--ssd-draft-tp-size {size}: a draft server uses one GPU; for more GPUs start more "
+            "servers with --ssd-draft-replicas"
         )
     if replicas < 1:
         raise ConfigError(f"--ssd-draft-replicas {replicas}: must be at least 1")
